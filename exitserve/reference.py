@@ -167,7 +167,6 @@ class Reference:
             hidden = self._run_layers(input_ids, cache=None)
         return rows.finish(hidden)
 
-    @torch.no_grad()
     def decode(
         self,
         prompt_ids: Sequence[int],
@@ -176,43 +175,37 @@ class Reference:
         ignore_eos: bool = False,
     ) -> Generation:
         """Greedy decoding, one token at a time, with a key-value cache."""
-        from transformers import DynamicCache
+        found = list(self._generate(prompt_ids, max_tokens, policy, (), ignore_eos=ignore_eos))
+        return Generation([one.token_id for one in found], [one.depth for one in found])
 
-        cache = DynamicCache()
-        step, token_ids, depths = list(prompt_ids), list[int](), list[int]()
-        while len(token_ids) < max_tokens:
-            # Only the prompt pass has no generated token behind it.
-            decode = torch.full((len(step),), bool(token_ids), device=self.device)
-            rows = _FrozenRows(self, policy, decode)
-            with rows.hooked():
-                hidden = self._run_layers(step, cache=cache)
-            found = rows.finish(hidden)
-            token_ids.append(int(found.token[-1]))
-            depths.append(int(found.depth[-1]))
-            if not ignore_eos and token_ids[-1] in self.eos_token_ids.tolist():
-                break
-            step = token_ids[-1:]
-        return Generation(token_ids, depths)
+    def watch(
+        self, prompt_ids: Sequence[int], max_tokens: int, policy: ExitPolicy
+    ) -> Iterator[Looks]:
+        """`decode`, with what every layer says to each token: to one that stopped, what it would
+        have been told further up, behind the same keys and values."""
+        depths = (*self.exit_layers, self.parts.num_layers)
+        return self._generate(prompt_ids, max_tokens, policy, depths, ignore_eos=False)
 
     @torch.no_grad()
-    def watch(
+    def _generate(
         self,
         prompt_ids: Sequence[int],
         max_tokens: int,
         policy: ExitPolicy,
-        ignore_eos: bool = False,
+        depths: Sequence[int],
+        *,
+        ignore_eos: bool,
     ) -> Iterator[Looks]:
-        """`decode`, with what every layer says to each token: to one that stopped, what it would
-        have been told further up, behind the same keys and values."""
+        """One token after the other, with what the layers at some depths say to it."""
         from transformers import DynamicCache
 
         cache, step = DynamicCache(), list(prompt_ids)
-        depths = self._depths
         ends = [] if ignore_eos else self.eos_token_ids.tolist()
         for number in range(max_tokens):
+            # Only the prompt pass has no generated token behind it.
             decode = torch.full((len(step),), number > 0, device=self.device)
-            rows = _FrozenRows(self, policy, decode)
-            if policy.mode in ("confidence", "fixed"):
+            rows, looks = _FrozenRows(self, policy, decode), tuple[Look, ...]()
+            if depths and policy.mode in ("confidence", "fixed"):
                 with capture_hidden(self.parts.layers, depths) as states:
                     self._run_layers(step, cache=copy.deepcopy(cache))
                 with rows.hooked():
@@ -222,16 +215,13 @@ class Reference:
                     hidden = self._run_layers(step, cache=cache)
             found = rows.finish(hidden)
             token = int(found.token[-1])
-            logits = self.parts.classify(torch.stack([states[one][0, -1] for one in depths]))
-            yield Looks(token, int(found.depth[-1]), self._looks(logits, depths, rows))
+            if depths:
+                logits = self.parts.classify(torch.stack([states[one][0, -1] for one in depths]))
+                looks = self._looks(logits, depths, rows)
+            yield Looks(token, int(found.depth[-1]), looks)
             if token in ends:
                 return
             step = [token]
-
-    @property
-    def _depths(self) -> tuple[int, ...]:
-        """The exit layers and full depth."""
-        return (*self.exit_layers, self.parts.num_layers)
 
     def _looks(self, logits: Tensor, depths: Sequence[int], rows: _FrozenRows) -> tuple[Look, ...]:
         """What the last row of a pass was told [len(depths), V]."""

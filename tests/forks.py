@@ -118,6 +118,14 @@ def stop(process: Any) -> None:
         process.wait()
 
 
+def is_healthy(url: str) -> bool:
+    """Whether a server answers there."""
+    try:
+        return httpx.get(f"{url}/health", timeout=2, trust_env=False).is_success
+    except httpx.HTTPError:
+        return False
+
+
 class LocalServer:
     """`exitserve serve MODEL ...` on loopback; it runs inside the `with` block."""
 
@@ -139,7 +147,7 @@ class LocalServer:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._process = self._launch()
         deadline = time.monotonic() + START_SECONDS
-        while not self._healthy():
+        while not is_healthy(self.url):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
                 end = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
@@ -173,12 +181,6 @@ class LocalServer:
                 stderr=subprocess.STDOUT,
                 process_group=0,
             )
-
-    def _healthy(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/health", timeout=2, trust_env=False).is_success
-        except httpx.HTTPError:
-            return False
 
 
 class ForkedServer(LocalServer):

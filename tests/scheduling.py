@@ -21,7 +21,7 @@ EACH_RUN = {"llama", "gpt2", "gemma2", "mixtral"} | {
 """Families that are tried on each run: one of each kind. Others are tried at night."""
 AT_NIGHT_ON_V2 = (
     "test_a_context_that_is_full",
-    "test_a_smaller_head_drafts_less_and_loses_nothing",
+    "test_fewer_rows_draft_less_and_lose_nothing",
     "test_every_architecture[LlamaForCausalLM]",
     "test_every_architecture[MixtralForCausalLM]",
     "test_quantised_weights_draft_for_themselves",

@@ -171,7 +171,8 @@ def branches(run: StageRun) -> StageOutcome:
     word = "right" if not facts["wrong"] else "WRONG"
     kind = "in a graph" if facts["if_nodes"] else "outside of graphs, which a CPU has none of"
     page = f"nested branches {kind}: {word}; IF nodes of {facts['from']}"
-    page += f", torch {facts['torch']}, CUDA {facts['cuda']}"
+    page += f", torch {facts['torch']}, CUDA {facts['cuda']}; the first graph took "
+    page += f"{facts['graph_bytes'] >> 20} MiB, 40 more {facts['more_graphs_bytes'] >> 20}"
     return StageOutcome(facts, page, list(facts["wrong"]), verdict=[page])
 
 

@@ -261,10 +261,10 @@ class Engines:
 
 def engine_names(job: BenchJob) -> tuple[str, ...]:
     """The engines of a job: "plain", the rivals, ours ("exits", "drafting")."""
-    drafts = job.has_mode(*EXACT)
-    others = {one.mode for one in job.settings if one.exits} - set(EXACT)
-    exits = [] if drafts and not others else ["exits"]
-    return ("plain", *job.rivals, *exits, *(["drafting"] if drafts else []))
+    modes = {one.mode for one in job.settings if one.exits}
+    drafting = ["drafting"] if modes.intersection(EXACT) else []
+    exits = ["exits"] if modes.difference(EXACT) or not drafting else []
+    return ("plain", *job.rivals, *exits, *drafting)
 
 
 def gpu_share(job: BenchJob) -> float | None:
@@ -303,7 +303,8 @@ def running_engines(job: BenchJob) -> Iterator[Engines]:
     arguments, names = _arguments(job), engine_names(job)
     started: dict[str, Any] = {}
     try:
-        with ThreadPoolExecutor(_starts_at_once(names)) as threads:
+        # A start is mostly imports and compilation: a GPU's machine does several together.
+        with ThreadPoolExecutor(1 if gpu() is None else len(names)) as threads:
             starts = {name: threads.submit(_start, name, job, arguments) for name in names}
         # All have ended: those that did start are stopped if another has failed.
         failed = [one.exception() for one in starts.values()]
@@ -316,11 +317,6 @@ def running_engines(job: BenchJob) -> Iterator[Engines]:
         # Each waits for its processes to end.
         with ThreadPoolExecutor() as threads:
             list(threads.map(stop_engine, started.values()))
-
-
-def _starts_at_once(names: Sequence[str]) -> int:
-    """A start is mostly imports and compilation: a GPU's machine does several at the same time."""
-    return 1 if gpu() is None else len(names)
 
 
 def _start(name: str, job: BenchJob, arguments: Mapping[str, Any]) -> Any:

@@ -77,7 +77,6 @@ class ForcedDeviceRows(DeviceRows):
     def __init__(
         self, slots: Slots, most_rows: int, num_layers: int, logits: Tensor, put: Put
     ) -> None:
-        """See `DeviceRows`."""
         super().__init__(slots, most_rows, num_layers, logits, put)
         self.passes = torch.zeros(most_rows, dtype=torch.int64, device=logits.device)
         """[most_rows] which checks pass, bit by exit number."""
@@ -128,7 +127,6 @@ class ForcedLlamaForCausalLM(MultiExitLlamaForCausalLM):
     """A Llama shape of random weights whose exits are drawn by lot."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
-        """Reads the shares from `additional_config`."""
         super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
         self._share = float(vllm_config.additional_config[KEY]["confidence"])
         assert 0 <= self._share <= 1, self._share

@@ -145,7 +145,6 @@ def _measure(job: BenchJob, engines: Engines, progress: ShareProgress) -> list[M
 def _measure_batches_of(
     batch_size: int, job: BenchJob, engines: Engines, progress: ShareProgress
 ) -> list[Measurements]:
-    """The passes of one batch size."""
     requests = job.requests_in_pass(batch_size)
     # Repeat -1 is traced, and warms up.
     rounds = {-1: job.settings, **{n: rotated(job.settings, n) for n in range(job.repeats)}}

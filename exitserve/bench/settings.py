@@ -11,7 +11,7 @@ from exitserve.arguments import drafting_options
 from exitserve.checkpoint.calibration import FREQUENT
 from exitserve.errors import ExitServeError
 from exitserve.policy import EXACT, ExitRules
-from exitserve.settings import Mode, Setting
+from exitserve.settings import Setting
 
 GPU_SHARE = 0.92
 """Of a GPU's memory, for all engines together: vLLM's default for one."""
@@ -51,10 +51,6 @@ class BenchJob:
     """Whether weights and prompts are random (`benchmarks/synthetic.py`)."""
     forced: Mapping[str, float] | None = None
     """Probabilities that checks pass and drafts are accepted, instead of what the model says."""
-
-    def has_mode(self, *modes: Mode) -> bool:
-        """Whether any setting is of one of these modes."""
-        return any(setting.mode in modes for setting in self.settings)
 
     def engine_options(self, *, drafting: bool) -> dict[str, Any]:
         """Exit options of an engine, one that drafts or one that does not."""

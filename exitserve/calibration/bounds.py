@@ -37,12 +37,8 @@ class Gambler:
             limit: above 0 and below 1.
             delta: level for which the bets are tuned; the test is valid at any level.
             planned: number of losses expected, for the size of the bets.
-
-        Raises:
-            ValueError: the limit lies outside (0, 1).
         """
-        if not 0.0 < limit < 1.0:
-            raise ValueError(f"limit {limit} must lie between 0 and 1.")
+        assert 0.0 < limit < 1.0, limit
         self._limit = limit
         self._boldest = BOLDNESS / (1.0 - limit)
         self._aim = 2.0 * math.log(1.0 / delta) / max(1, planned)
@@ -53,13 +49,8 @@ class Gambler:
         self._capital = self._highest = 0.0
 
     def bet_on(self, loss: float) -> None:
-        """Bets on one more loss.
-
-        Raises:
-            ValueError: it lies outside [0, 1].
-        """
-        if not 0.0 <= loss <= 1.0:
-            raise ValueError(f"a loss must lie from 0 to 1, not {loss}.")
+        """Bets on one more loss."""
+        assert 0.0 <= loss <= 1.0, "else the theorem says nothing"
         bet = min(self._boldest, math.sqrt(self._aim * self._count / self._squares))
         self._capital += math.log1p(bet * (self._limit - loss))
         self._highest = max(self._highest, self._capital)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from exitserve.calibration.bounds import min_pieces
-from exitserve.calibration.choice import Target, agreement_target
+from exitserve.calibration.choice import Target
 from exitserve.calibration.outcomes import Piece, Source
 from exitserve.calibration.page import provenance_of, report
 from exitserve.calibration.pieces import (
@@ -27,9 +27,9 @@ from exitserve.checkpoint.calibration import ALL, FREQUENT, Calibration
 from exitserve.costs import devices
 from exitserve.costs.byte_costs import serving_dtype, shape_of
 from exitserve.costs.curves import StepCosts
-from exitserve.costs.sources import MOST_TOKENS, step_costs
+from exitserve.costs.sources import MOST_TOKENS
 from exitserve.errors import ExitServeError
-from exitserve.policy import NUM_DRAFTS, Mode
+from exitserve.policy import Mode
 from exitserve.reference import Reference, load_reference
 from exitserve.reporting.progress import StepProgress
 from exitserve.windows import Documents, Window, load_tokenizer, read_documents, windows_of
@@ -37,8 +37,6 @@ from exitserve.windows import Documents, Window, load_tokenizer, read_documents,
 AGREEMENTS = (0.9, 0.95, 0.98, 0.99)
 """Also calibrated, for requests that send `exit_target`, where the text is enough."""
 SEED = 0
-BYTES, MEASURED = "bytes", "measured"
-"""Kinds of costs; any other word is a device."""
 
 
 def targets_of(args: argparse.Namespace) -> list[Target]:
@@ -48,9 +46,8 @@ def targets_of(args: argparse.Namespace) -> list[Target]:
             f"confidence_level must be from 0.5 to below 1, such as 0.95, not "
             f"{args.confidence_level:g}."
         )
-    others = [agreement_target(one) for one in AGREEMENTS]
-    asked = agreement_target(args.target_agreement)
-    return [asked, *(one for one in others if one.agreement != asked.agreement)]
+    agreements = dict.fromkeys((args.target_agreement, *AGREEMENTS))
+    return [Target(one) for one in agreements]
 
 
 def calibrate(
@@ -130,7 +127,7 @@ def _job(
     targets: list[Target],
     delta: float,
 ) -> CalibrationJob:
-    costs = _costs(args, config, mode)
+    costs = _costs(args, config)
     return CalibrationJob(
         target=targets[0],
         others=tuple(targets[1:]),
@@ -142,15 +139,10 @@ def _job(
     )
 
 
-def _costs(args: argparse.Namespace, config: dict[str, Any], mode: Mode) -> StepCosts:
-    """What the parts of a step cost, at a context of half a window."""
-    context = args.window // 2
-    if args.costs == BYTES:
-        shape = shape_of(config, serving_dtype(config, args.dtype))
-        return devices.roofline(shape, devices.BYTES, context, MOST_TOKENS)
-    device = None if args.costs == MEASURED else args.costs
-    rows = (1, NUM_DRAFTS + 1) if mode == "defer" else (1,)
-    return step_costs(config, batch_sizes=rows, context=context, device=device).costs
+def _costs(args: argparse.Namespace, config: dict[str, Any]) -> StepCosts:
+    """What the parts of a step cost in bytes, at a context of half a window."""
+    shape = shape_of(config, serving_dtype(config, args.dtype))
+    return devices.roofline(shape, devices.BYTES, args.window // 2, MOST_TOKENS)
 
 
 def _windows(args: argparse.Namespace, directory: Path, documents: Documents) -> list[Window]:
@@ -160,7 +152,6 @@ def _windows(args: argparse.Namespace, directory: Path, documents: Documents) ->
 
 
 def _sources(args: argparse.Namespace) -> list[Source]:
-    """The sources that pieces come from."""
     text: list[Source] = ["text"] if args.generated_share < 1.0 else []
     return [*text, "generated"] if args.generated_share > 0.0 else text
 
@@ -172,7 +163,6 @@ def _written(
     progress: StepProgress,
     recall: Recall,
 ) -> list[Piece]:
-    """The model's continuations of the prompts."""
     done = 0
 
     def advance(count: int) -> None:

@@ -34,6 +34,13 @@ class Target:
 
     agreement: float
 
+    def __post_init__(self) -> None:
+        if not 0.0 < self.agreement < 1.0:
+            raise ExitServeError(
+                f"--target-agreement must be above 0 and below 1, such as 0.99, not "
+                f"{self.agreement:g}."
+            )
+
     @property
     def name(self) -> str:
         """As in the checkpoint, such as `agreement>=0.99`."""
@@ -47,15 +54,6 @@ class Target:
     def risk(self, one: Outcome) -> float:
         """Mean over the tokens of one piece, from 0 to 1."""
         return 1.0 - one.agreement
-
-
-def agreement_target(least: float) -> Target:
-    """At least this share of tokens is full depth's."""
-    if not 0.0 < least < 1.0:
-        raise ExitServeError(
-            f"--target-agreement must be above 0 and below 1, such as 0.99, not {least:g}."
-        )
-    return Target(least)
 
 
 def wrong_ends(one: Outcome) -> float | None:
@@ -225,11 +223,6 @@ def _expected(choice: Choice, target: Target, trial: PromiseTest) -> float:
         losses = (own_losses * repeats)[:planned]
         found.append(-math.log(p_value(losses, target.limit, trial.delta)))
     return min(found)
-
-
-def worth_testing(choices: Iterable[Choice], cost: Callable[[Choice], float]) -> list[Choice]:
-    """The choices that are cheaper than full depth."""
-    return [one for one in choices if cost(one) < 1.0]
 
 
 def passing_choices(

@@ -46,7 +46,6 @@ RESEARCH: dict[str, Any] = {
     "confidence_level": 0.95,  # of the guarantee
     "prompt_tokens": 32,  # of each window
     "generated_share": 0.5,  # of the windows, whose prompts the model continues
-    "costs": "bytes",  # or "measured" on this machine, or the figures of a device such as "h200"
 }
 """Options without a flag, for `exitserve.cli.main`."""
 _ELSEWHERE = "--out DIR writes a checkpoint of links to its files, with the thresholds, into DIR"

@@ -25,7 +25,6 @@ class ExactOutcomes:
     """What any policy of mode "defer" gives on some pieces, all at once."""
 
     def __init__(self, readings: Sequence[PieceReading]) -> None:
-        """Takes the readings of P pieces."""
         self.pieces = [one.piece for one in readings]
         self._scores = all_scores(readings)
         counts = [len(one.piece.token_ids) - one.piece.prompt_length for one in readings]

@@ -15,7 +15,7 @@ from exitserve.calibration.outcomes import summarise
 from exitserve.calibration.pieces import PieceSplit
 from exitserve.calibration.run import CalibrationJob, CalibrationResult
 from exitserve.calibration.scores import ExitScores
-from exitserve.checkpoint.calibration import Calibration
+from exitserve.checkpoint.calibration import Calibration, json_of
 from exitserve.reporting.report import (
     machine,
     machine_line,
@@ -54,14 +54,14 @@ def report(
         "versions": versions(),
         "num_layers": job.costs.num_layers,
         "exit_layers": list(exit_layers),
-        "calibration": calibration.to_json(),
+        "calibration": json_of(calibration),
         "promised": [
             {
                 "target": one.target.name,
                 "kept": one.point is not None,
                 "choices_kept": one.kept,
                 "pieces_needed": min_pieces(one.target.limit, job.delta),
-                **(_NO_POINT if one.point is None else one.point.to_json()),
+                **(_NO_POINT if one.point is None else json_of(one.point)),
             }
             for one in found.promised
         ],

@@ -16,7 +16,6 @@ from exitserve.calibration.choice import (
     mean_risk,
     passing_choices,
     relative_cost,
-    worth_testing,
 )
 from exitserve.calibration.exact import ExactOutcomes
 from exitserve.calibration.outcomes import (
@@ -336,7 +335,7 @@ class Calibrator:
     def _promised(self, choices: Sequence[Choice], trial: PromiseTest) -> tuple[TargetResult, ...]:
         found = []
         for target in self._targets:
-            useful = worth_testing(choices, self._cost)
+            useful = [one for one in choices if self._cost(one) < 1.0]  # full depth costs 1
             tried = self._begin(f"testing {target.name}", len(useful))
             keeping = passing_choices(useful, target, trial, tried)
             best = min(keeping, key=self._cost, default=None)
@@ -367,6 +366,5 @@ class Calibrator:
 
 
 def _first_of_each(pieces: Sequence[Piece], count: int) -> list[Piece]:
-    """The first `count` pieces of each source."""
     by_source = ([one for one in pieces if one.source == source] for source in get_args(Source))
     return [piece for own in by_source for piece in own[:count]]

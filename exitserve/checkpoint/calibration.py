@@ -58,10 +58,6 @@ class OperatingPoint:
     """Measured on the data of the calibration: `mean_depth`, `agreement`, `perplexity`, `cost`
     (of a token, as a share of full depth's)."""
 
-    def to_json(self) -> dict[str, Any]:
-        """As in `config.json` and in reports."""
-        return json_of(self)
-
     def by_name(self) -> dict[str, Thresholds]:
         """Both kinds of thresholds, by their keys in the block."""
         return {"thresholds": self.thresholds, "eos_thresholds": self.eos_thresholds}
@@ -146,10 +142,6 @@ class Calibration(ModeCalibration):
         for i, other in enumerate(self.other_modes):
             found |= {f"other_modes[{i}].{name}": one for name, one in other.by_name().items()}
         return found
-
-    def to_json(self) -> dict[str, Any]:
-        """The block for `config.json`."""
-        return json_of(self)
 
     def beside(self, others: Sequence[Calibration]) -> Calibration:
         """With what others found for their modes, by the same text, criterion and exit rows."""

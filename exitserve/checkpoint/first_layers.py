@@ -31,20 +31,14 @@ def beyond(name: str, num_layers: int) -> bool:
     return layer is not None and layer >= num_layers
 
 
-def check_depth(num_layers: Any, config: Mapping[str, Any], option: str) -> int:
-    """Returns a number of layers to keep, if the model has that many.
-
-    Raises:
-        ExitServeError: it is not a whole number in 1..L.
-    """
+def check_depth(num_layers: int, config: Mapping[str, Any]) -> None:
+    """Refuses a number of layers to keep that the model does not have."""
     full = num_layers_of(config)
-    whole = isinstance(num_layers, int) and not isinstance(num_layers, bool)
-    if not whole or not 1 <= num_layers <= full:
+    if not 1 <= num_layers <= full:
         raise ExitServeError(
-            f"{option} {num_layers} is out of range: the model has {full} layers, so a whole "
+            f"--layers {num_layers} is out of range: the model has {full} layers, so a whole "
             f"number from 1 to {full} is allowed."
         )
-    return int(num_layers)
 
 
 def trained_depths(config: Mapping[str, Any]) -> list[int]:

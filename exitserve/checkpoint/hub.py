@@ -114,7 +114,6 @@ def local_adapter(adapter: str) -> Path:
 
 
 def _snapshot(model: str, patterns: list[str], revision: str | None = None) -> Path:
-    """Fetches the files of a hub model."""
     from huggingface_hub import snapshot_download
 
     try:

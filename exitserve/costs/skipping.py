@@ -98,7 +98,6 @@ def expected_seconds(
         shares: exit layer to the share of all tokens that exit there; together at most 1.
         compacts: see `segment_seconds`.
     """
-    _check_shares(costs, shares)
     total = costs.rest(batch) + (costs.exits(batch) if shares else 0.0)
     staying, start = 1.0, 0
     for layer in sorted(shares):
@@ -126,10 +125,3 @@ def break_even_share(costs: StepCosts, batch: int, layer: int, *, compacts: bool
 
     found = bisect_left(range(STEPS + 1), 1.0, key=gain)
     return found / STEPS if found <= STEPS else None
-
-
-def _check_shares(costs: StepCosts, shares: Mapping[int, float]) -> None:
-    if not all(1 <= layer < costs.num_layers for layer in shares):
-        raise ValueError(f"exit layers {list(shares)} must lie in 1..{costs.num_layers - 1}.")
-    if min(shares.values(), default=0.0) < 0 or sum(shares.values()) > 1.0 + 1e-9:
-        raise ValueError(f"shares {list(shares.values())} must be 0 or more, together at most 1.")

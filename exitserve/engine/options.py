@@ -166,7 +166,6 @@ def _num_drafts(options: Mapping[str, Any], mode: str, exit_layers: tuple[int, .
 
 
 def _exits_up_to(options: Mapping[str, Any], mode: str) -> int | None:
-    """See `ExitRules.exits_up_to`."""
     most = options.get("exits_up_to")
     if most is None:
         return None

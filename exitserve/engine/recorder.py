@@ -110,23 +110,12 @@ class Recorder:
 
     def snapshot(self) -> dict[str, Any]:
         """All counts, as plain JSON-ready values."""
-        return {
-            "num_layers": self.num_layers,
+        counts = {name: value for name, value in vars(self).items() if name != "_traces"}
+        return counts | {
             "exit_layers": list(self.exit_layers),
-            "tokens_by_depth": {
-                depth: count for depth, count in enumerate(self.tokens_by_depth) if depth
-            },
+            "tokens_by_depth": dict(enumerate(self.tokens_by_depth[1:], start=1)),
             "checks": dict(self.checks),
             "passed": dict(self.passed),
-            "head_passes": self.head_passes,
-            "frozen_tokens": self.frozen_tokens,
-            "deferred_layers": self.deferred_layers,
-            "drafted_tokens": self.drafted_tokens,
-            "accepted_tokens": self.accepted_tokens,
-            "drafted_from_text": self.drafted_from_text,
-            "accepted_from_text": self.accepted_from_text,
-            "layer_reads": self.layer_reads,
-            "final_heads": self.final_heads,
         }
 
 

@@ -181,7 +181,8 @@ class PreemptedRequests:
 
     def keep(self, request: Request) -> None:
         """Keeps the record of a request that left, unless it has ended."""
-        self._forget_ended()
+        # Those that were aborted meanwhile are in no batch that would tell.
+        self.forget([name for name in self.names if not self.may_return(name)])
         if self.may_return(request.name):
             self._by_name[request.name] = request
         if len(self._by_name) > MOST_PREEMPTED:
@@ -200,10 +201,6 @@ class PreemptedRequests:
     def names(self) -> list[str]:
         """Of the requests whose records are kept."""
         return list(self._by_name)
-
-    def _forget_ended(self) -> None:
-        """Drops those that were aborted meanwhile: they are in no batch that would tell."""
-        self.forget([name for name in self.names if not self.may_return(name)])
 
 
 class RunningRequests:

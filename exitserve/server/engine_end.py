@@ -1,9 +1,12 @@
-"""Whether a server's engine ended with the server, or failed under it.
+"""How a server ends: whether its engine ended with it, or failed under it, and what comes late.
 
 When its engine fails, vLLM 0.32 stops the server as if it had been asked to, with exit code 0: a
-supervisor that restarts on failure would leave it down.
+supervisor that restarts on failure would leave it down. And a server that finishes what runs goes
+on accepting requests, which its engine answers at once with an empty text: a router that goes by
+the number of open requests would send it all that come.
 """
 
+import asyncio
 from typing import Any
 
 
@@ -11,23 +14,35 @@ class EngineEnd:
     """How the engine of a server ended."""
 
     def __init__(self) -> None:
-        """Knows nothing before `watch`."""
         self.failed = False
         """Whether it had ended before the server told it to."""
         self._told_to_stop = False
 
-    def watch(self, engine_client: Any) -> None:
+    def watch(self, engine_client: Any, state: Any) -> None:
         """Follows an engine through vLLM's client.
 
         The server calls the client's `shutdown` when it is told to stop, and always at its end.
         Only at the first call does an engine that has ended mean that it failed.
+
+        Args:
+            engine_client: vLLM's.
+            state: of the app, which turns away all that comes from then on.
         """
-        shutdown = engine_client.shutdown
+        shutdown, loop = engine_client.shutdown, asyncio.get_running_loop()
 
         def noted(*args: Any, **options: Any) -> None:
             if not self._told_to_stop:
                 self.failed = bool(engine_client.errored)
+                loop.call_soon_threadsafe(_turn_away, state)
             self._told_to_stop = True
             shutdown(*args, **options)
 
         engine_client.shutdown = noted
+
+
+def _turn_away(state: Any) -> None:
+    """Takes no more connections, nor requests on those there are (`front_door.FrontDoor`)."""
+    state.exitserve.stops = True
+    # None where several API processes share one: it stays open until the last ends.
+    for listener in getattr(getattr(state, "server", None), "servers", ()):
+        listener.close()

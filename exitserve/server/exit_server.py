@@ -93,6 +93,8 @@ class ExitServer:
         """Whether this one exports what it reads from them: `/metrics` adds up all processes."""
         metrics = WorkerMetrics(get_prometheus_registry(), model_name) if self._exports else None
         self.counts = LatestCounts(self.worker, metrics, StatsWindow())
+        self.stops = False
+        """Whether it finishes what runs, and takes no more."""
         self.open_requests = 0
         self.unsampled = False
         """Whether a request has ended since the last sample."""

@@ -1,6 +1,7 @@
 """What every request passes before its route, ours or vLLM's, and every error on its way out.
 
 - With an API key, whatever may cost the engine work needs it (`KeyForEveryPost`).
+- A server that finishes what runs takes no more (`FrontDoor`).
 - A body may not be nested so deeply that a later step fails: Python's own limits differ from step
   to step, and the last one is the engine's (`FrontDoor`).
 - Exit fields are checked whatever the route (`FrontDoor`): a stream of vLLM's would break off, as
@@ -38,6 +39,7 @@ TOO_DEEP_INSIDE = (
     "JSON inside a text of the request, such as the arguments of a tool call, is nested too "
     "deeply; make it flatter."
 )
+STOPS = "the server stops, and takes no more requests; ask again, or another server."
 NOT_UTF8 = "the request body is not valid JSON in UTF-8."
 
 # Strings (an unfinished one ends with the body), and all else that opens and closes nothing.
@@ -52,8 +54,13 @@ ALTERNATIVES = 4
 
 def bad_request(message: str, param: str = "vllm_xargs") -> JSONResponse:
     """An answer with status 400, in OpenAI's form."""
-    error = {"message": one_line(message), "type": "BadRequestError", "param": param, "code": 400}
-    return JSONResponse({"error": error}, status_code=400)
+    return error_response(message, 400, "BadRequestError", param)
+
+
+def error_response(message: str, status: int, kind: str, param: str | None = None) -> JSONResponse:
+    """An error in OpenAI's form."""
+    error = {"message": one_line(message), "type": kind, "param": param, "code": status}
+    return JSONResponse({"error": error}, status_code=status)
 
 
 class JsonRoute(APIRoute):
@@ -209,13 +216,16 @@ class FrontDoor:
             await self._app(scope, receive, send)
             return
         if scope["method"] == "POST":
+            server = getattr(scope["app"].state, "exitserve", None)
+            if server is not None and server.stops:
+                await error_response(STOPS, 503, "ServiceUnavailableError")(scope, receive, send)
+                return
             body, receive = await _read(receive)
             # Only UTF-16 and UTF-32 have zeros, and brackets cannot be told from others there.
             refused = NOT_UTF8 if b"\0" in body else TOO_DEEP if nesting(body) > MOST_NESTED else ""
             if refused:
                 await bad_request(refused, param="body")(scope, receive, send)
                 return
-            server = getattr(scope["app"].state, "exitserve", None)
             try:
                 if server is not None and b"exit_" in body:
                     check_fields(body, server.rules)

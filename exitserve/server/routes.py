@@ -26,11 +26,10 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import GenerationError
 
 from exitserve.errors import ExitServeError, shown
-from exitserve.policy import finite
+from exitserve.policy import ExitRules, finite
 from exitserve.server.api_description import STATS, described
 from exitserve.server.exit_server import PATIENCE_SECONDS, ExitServer
 from exitserve.server.front_door import FrontDoor, JsonRoute, KeyForEveryPost, api_keys, bad_request
-from exitserve.server.offers import offers
 from exitserve.server.playground.routes import add_playground, address
 from exitserve.server.response_fields import ExitFields, RequestTrace
 from exitserve.server.unsupported_features import (
@@ -190,10 +189,33 @@ async def stats(raw_request: Request) -> JSONResponse:
                     if layer in rules.exit_layers
                 },
             },
-            "offers": offers(rules, chats=server.chats),
+            "offers": _offers(rules, chats=server.chats),
             **server.counts.report(),
         }
     )
+
+
+def _offers(rules: ExitRules, *, chats: bool) -> dict[str, Any]:
+    """What requests may ask for: modes, criterion, what the calibration promises, ascending by
+    agreement; and whether the model has a chat template (`chats`)."""
+    found = rules.calibrated
+    points = () if found is None else (*found.points, found.chosen)
+    promising = {one.agreement: one for one in points if one.agreement is not None}
+    layers = rules.exit_layers
+    return {
+        "modes": list(rules.modes),
+        "criterion": rules.criterion,
+        "chat": chats,
+        "calibrated_mode": None if found is None else found.mode,
+        "promises": [
+            {
+                "agreement": agreement,
+                "thresholds": dict(promising[agreement].at(layers).thresholds),
+                "found": dict(promising[agreement].found),
+            }
+            for agreement in sorted(promising)
+        ],
+    }
 
 
 class Traffic:
@@ -259,12 +281,12 @@ class ExitServePlugin:
         """Called when the engine is ready."""
         names = args.served_model_name or [args.model]
         rate = getattr(args, "shadow_rate", 0.0)  # unknown to plain `vllm serve`
-        if (end := getattr(args, "engine_end", None)) is not None:
-            end.watch(engine_client)
         # One that never looks at roles joins texts, and makes no chat.
         own = str(getattr(engine_client.tokenizer, "chat_template", None))
         chats = bool(args.chat_template) or "role" in own
         state.exitserve = ExitServer(engine_client, names[0], rate, chats=chats)
+        if (end := getattr(args, "engine_end", None)) is not None:
+            end.watch(engine_client, state)
         await state.exitserve.start()
         if getattr(args, "playground", False) and engine_client.engine_core.client_index == 0:
             print(f"exitserve: playground at {address(args)}", file=sys.stderr, flush=True)

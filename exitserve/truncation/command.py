@@ -123,7 +123,7 @@ def _job(args: argparse.Namespace) -> tuple[TruncationJob, Sizes, int | None]:
     check_causal(config)
     full = num_layers_of(config)
     if args.layers is not None:
-        check_depth(args.layers, config, "--layers")
+        check_depth(args.layers, config)
     check_new_folder(Path(args.out))
     directory = local_checkpoint(args.model, args.revision)
     weights = read_weights(directory)

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from exitserve.bench.forced import start_forced_engine
 from exitserve.engine.launch import greedy_params, start_plain_engine
 from exitserve.errors import ExitServeError
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 128,
+    "max_num_seqs": 8,
+    "distributed_executor_backend": "uni",
+    "kv_cache_memory_bytes": 64 << 20,
+    "load_format": "dummy",
+}
 
 
 @pytest.mark.parametrize("mode", ["verify", "defer"])
@@ -23,21 +34,12 @@ def test_beside_plain_vllm_as_often_as_asked_for(
     """`exitserve bench` starts plain vLLM first."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     model: Path = make_checkpoint("llama")
-    options = {
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 128,
-        "max_num_seqs": 8,
-        "distributed_executor_backend": "uni",
-        "kv_cache_memory_bytes": 64 << 20,
-        "load_format": "dummy",
-    }
     prompts = [{"prompt_token_ids": [5 + index, 9, 40]} for index in range(8)]
     params = greedy_params(60)
-    plain = start_plain_engine(model, **options)
+    plain = start_plain_engine(model, **OPTIONS)
     exits = {"mode": "confidence", "exit_threshold": 0.5, "exit_layers": [2], "exit_rows": "all"}
     forced = start_forced_engine(
-        model, {"confidence": 0.8, "acceptance": 0.9}, exits=exits, **options
+        model, {"confidence": 0.8, "acceptance": 0.9}, exits=exits, **OPTIONS
     )
     for engine in (plain, forced):
         found = engine.generate(prompts, params, use_tqdm=False)

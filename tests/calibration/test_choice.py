@@ -8,7 +8,7 @@ import pytest
 from exitserve.calibration.choice import (
     Choice,
     PromiseTest,
-    agreement_target,
+    Target,
     mean_risk,
     passing_choices,
     weighted_loss,
@@ -17,7 +17,7 @@ from exitserve.calibration.outcomes import Outcome, Source
 from exitserve.calibration.proposals import Proposal
 
 DELTA, RUNS = 0.1, 300
-TARGET = agreement_target(0.9)
+TARGET = Target(0.9)
 MOST = 100
 RISKS = (0.03, 0.06, 0.085, 0.101, 0.13, 0.2)
 """True risks of the candidates, over tokens; the last three are above the limit of 0.1."""

@@ -195,7 +195,6 @@ def test_two_modes_share_the_criterion(quick, capsys, model: Path, corpora) -> N
         (["--windows", "3"], "--windows must be at least 10"),
         (["--window", "10"], "--window must be at least 24"),
         (["--exit-layers", "6,24"], r"1\.\.23"),
-        ({"costs": "abacus"}, "abacus"),
         (["--mode", "verify"], "confidence or defer, or both with a comma"),
         (["--mode", "defer,defer"], "not 'defer,defer'"),
         (["--window", "513"], "longer than the model's context of 512"),

@@ -9,7 +9,6 @@ from exitserve.calibration.choice import (
     Choice,
     PromiseTest,
     Target,
-    agreement_target,
     is_confident,
     mean_risk,
 )
@@ -65,7 +64,7 @@ def trial(pieces: int) -> PromiseTest:
 
 @pytest.mark.parametrize(
     "target",
-    [agreement_target(one) for one in (0.999, 0.98, 0.9, 0.5, 0.01)],
+    [Target(one) for one in (0.999, 0.98, 0.9, 0.5, 0.01)],
     ids=lambda one: one.name,
 )
 def test_halving_finds_where_a_target_ends(target: Target) -> None:
@@ -83,7 +82,7 @@ def test_halving_finds_where_a_target_ends(target: Target) -> None:
 @pytest.mark.parametrize("least", [0.98, 0.9, 0.7])
 def test_a_test_begins_where_it_would_among_all_choices(least: float, pieces: int) -> None:
     """And finer choices lie beyond."""
-    target = agreement_target(least)
+    target = Target(least)
     selection = Counted()
     selection.refine(target, trial(pieces))
     everything = [*map(measured, PROPOSALS)]

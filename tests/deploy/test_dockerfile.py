@@ -101,6 +101,8 @@ def server_problems(text: str) -> list[str]:
         environment = " ".join(values(stage, "ENV")).split()
         if "PYTHONSAFEPATH=1" not in environment:
             found.append(f"{name}: PYTHONSAFEPATH is not set")
+        if "TORCHINDUCTOR_CACHE_DIR=/home/exitserve/.cache/torchinductor" not in environment:
+            found.append(f"{name}: what it compiles is not kept in the volume")
         check = " ".join(values(stage, "HEALTHCHECK"))
         if "/health'" not in check or "ProxyHandler({})" not in check:
             found.append(f"{name}: no health check on /health, without proxies")

@@ -9,14 +9,13 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from openai import OpenAI
 
 from exitserve.checkpoint.block import MultiExit, write_multi_exit
 from exitserve.checkpoint.calibration import OperatingPoint
 
-from ..forks import ForkedServer, LocalServer, PythonProcess, free_port, stop
+from ..forks import ForkedServer, LocalServer, PythonProcess, free_port, is_healthy, stop
 from ..scripts import ROOT, script
 from ..shapes import calibration_of
 
@@ -83,18 +82,11 @@ def plain_client(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     )
     url = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + 300
-    while not _healthy(url):
+    while not is_healthy(url):
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
         time.sleep(0.5)
     yield OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
     stop(process)
-
-
-def _healthy(url: str) -> bool:
-    try:
-        return bool(httpx.get(f"{url}/health", timeout=2).status_code == 200)
-    except httpx.HTTPError:
-        return False
 
 
 @pytest.fixture(scope="session")

@@ -48,22 +48,6 @@ def test_thresholds_that_are_no_numbers(post, literal: str) -> None:
     _says(post(text=body), "exit_threshold must be a finite number above 0")
 
 
-@pytest.mark.parametrize("layer", [5, 24])
-def test_layers(post, layer: int) -> None:
-    _says(post(prompt="x", vllm_xargs={"exit_layer": layer}), str(layer), "6, 12, 18")
-
-
-def test_both_fields(post) -> None:
-    fields = {"exit_threshold": 0.5, "exit_layer": 12}
-    _says(post(prompt="x", vllm_xargs=fields), "exclude each other")
-
-
-@pytest.mark.parametrize("mode", ["fixed", 3])
-def test_modes(post, mode: object) -> None:
-    fields = {"exit_mode": mode, "exit_threshold": 0.5}
-    _says(post(prompt="x", vllm_xargs=fields), "exit_mode", "off, confidence, defer")
-
-
 @pytest.mark.parametrize("value", ["yes", ["forged"], 2])
 def test_no_route_takes_a_clients_keys_of_traces(server, value: object) -> None:
     body = {"model": NAME, "max_tokens": 2, "vllm_xargs": {"exit_trace": value}}

@@ -1,7 +1,6 @@
 """The server over HTTP with the official client: completions, chat, streams, traces, counts."""
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
@@ -99,17 +98,6 @@ def test_full_depth_is_plain_vllm_over_http(client, plain_client) -> None:
         assert ours.logprobs.token_logprobs == pytest.approx(
             plain.logprobs.token_logprobs, abs=1e-4
         )
-
-
-def test_neighbours_change_nothing(complete) -> None:
-    fields = [{"exit_threshold": t} for t in (0.3, 0.5, 0.7, 0.9)] + [{"exit_layer": 6}] * 2
-    prompts = [PROMPT, "import os\n", "x", "class A:\n    def", "for i in range(", "return"]
-    alone = [complete(p, **f)["choices"][0] for p, f in zip(prompts, fields, strict=True)]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        jobs = [pool.submit(complete, p, **f) for p, f in zip(prompts, fields, strict=True)]
-        together = [job.result()["choices"][0] for job in jobs]
-    for one, other in zip(alone, together, strict=True):
-        assert (one["text"], one["exit_layers"]) == (other["text"], other["exit_layers"])
 
 
 def test_stats_and_metrics_count_what_was_served(server, complete) -> None:

@@ -162,9 +162,14 @@ def test_a_server_finishes_what_runs_and_its_engine_ends_with_it(installed: Loca
     installed.start()
     processes = _others(installed)
     assert any(command.startswith("VLLM::") for command in processes.values())
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor() as pool, httpx.Client(base_url=installed.url) as early:
         endless, short = (Stream(installed, length, pool) for length in (ENDLESS, SHORT))
+        assert early.get("/health").status_code == 200
         os.kill(installed.pid, signal.SIGTERM)
+        # Else a router would send all requests here, where none is answered.
+        while _health(installed) is not None:
+            assert not short.ended.done(), "the test shows nothing"
+        assert early.post("/v1/completions", json=_body(8, stream=False)).status_code == 503
         short.ended.result(300)
         *chunks, end = short.events
         choices = [json.loads(chunk)["choices"][0] for chunk in chunks]

@@ -17,7 +17,7 @@ import pytest
 
 from exitserve.checkpoint.block import read_multi_exit
 
-from ..forks import free_port, stop
+from ..forks import free_port, is_healthy, stop
 from ..written import ROOT, Checkout, blocks
 
 pytestmark = pytest.mark.nightly
@@ -80,18 +80,11 @@ def model(checkout: Checkout, commands: list[str]) -> Path:
 def served(checkout: Checkout, commands: list[str], port: int, model: Path) -> Iterator[None]:
     server = checkout.start(commands[SERVE])
     deadline = time.monotonic() + 300
-    while not _is_up(port):
+    while not is_healthy(f"http://localhost:{port}"):
         assert server.poll() is None and time.monotonic() < deadline, checkout.output[-3000:]
         time.sleep(0.3)
     yield
     stop(server)
-
-
-def _is_up(port: int) -> bool:
-    try:
-        return bool(httpx.get(f"http://localhost:{port}/health", timeout=2).status_code == 200)
-    except httpx.HTTPError:
-        return False
 
 
 def read(file: Path) -> Any:

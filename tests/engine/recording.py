@@ -23,6 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+FROM_THE_HOST = torch.ops.aten.lift_fresh.default
+"""What `torch.tensor` does: on a GPU a copy that waits. A number that is put into a part of a
+tensor is no copy, but looks the same here."""
 ONLY_ALLOCATE = ("aten::empty", "aten::new_empty")
 
 
@@ -138,6 +141,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func not in READS, "a number is read while a graph is captured"
+        copies = func is FROM_THE_HOST and args[0].dim() > 0
+        assert not copies, "numbers of the host are copied while a graph is captured"
         kwargs = kwargs or {}
         given = tensors(args, kwargs)
         # Not every operation of vLLM's says what it writes; one that returns nothing must write.
@@ -221,10 +226,12 @@ def record_graphs(patch: pytest.MonkeyPatch) -> None:
 
     from exitserve.engine.layers import branches
 
-    stream = SimpleNamespace()
+    stream = SimpleNamespace(wait_stream=lambda _: None)
     patch.setattr(branches, "is_captured", lambda _: RecordedGraph.captures is not None)
     patch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     patch.setattr(torch.cuda, "graph", capture)
+    patch.setattr(branches, "_BODIES", [stream] * 2)
+    patch.setattr(branches, "_is_capturing", lambda _: False)
     patch.setattr(torch.cuda, "current_stream", lambda *_: stream)
     patch.setattr(torch.cuda, "set_stream", lambda _: None)
 

@@ -5,28 +5,6 @@ import random
 import pytest
 
 
-def test_preemption_and_prompt_chunks(start, oracle, expect, random_jobs, make_checkpoint) -> None:
-    """Few cache blocks and small steps: requests are preempted, and recomputed in one chunk.
-
-    Recomputing freezes the same tokens at the same layers, because the rule is by position.
-    """
-    model = make_checkpoint("llama")
-    jobs = random_jobs(count=8, longest=40, max_tokens=60)
-    harness = start(
-        model,
-        enable_prefix_caching=False,
-        block_size=32,
-        num_gpu_blocks_override=14,
-        max_num_batched_tokens=32,
-        max_model_len=128,
-        max_num_seqs=8,
-        disable_log_stats=False,
-    )
-    reference = oracle(model)
-    assert harness.run(jobs) == [expect(reference, one) for one in jobs]
-    assert harness.counter("vllm:num_preemptions") > 0, "the test shows nothing"
-
-
 def test_preemption_right_after_the_prompt(start, oracle, expect, job, make_checkpoint) -> None:
     """The prompt comes again, in one chunk with a token that may exit: it needs every layer."""
     model = make_checkpoint("llama")

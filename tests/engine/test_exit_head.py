@@ -47,7 +47,7 @@ def test_ranks_exchange_one_sum(
         return told[0] if told else own
 
     def no_gather(*_: Any, **__: Any) -> Tensor:
-        raise AssertionError("a second collective")
+        raise AssertionError("a second collective, or a copy from the host")
 
     monkeypatch.setattr(exit_head, "tensor_model_parallel_all_reduce", all_reduce, raising=False)
     monkeypatch.setattr(exit_head, "tensor_model_parallel_all_gather", no_gather)
@@ -74,7 +74,10 @@ def test_ranks_exchange_one_sum(
         if as_host:
             pairs = list(zip(limits.tolist(), end_limits.tolist(), strict=True))
             return head.decide(normed, pairs)[0]
-        return head.check(normed, limits, end_limits)[0]
+        head.prepare(normed.device)
+        with monkeypatch.context() as captured:  # a graph takes no numbers of the host
+            captured.setattr(torch, "tensor", no_gather)
+            return head.check(normed, limits, end_limits)[0]
 
     for rank in range(ranks):
         checked(rank)

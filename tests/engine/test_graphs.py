@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from exitserve.engine.early_exit.device import loop
 from exitserve.engine.early_exit.masked_loop import Room
+from exitserve.engine.layers import branches
 from exitserve.engine.layers.branches import every_branch, when
 from exitserve.engine.layers.segments import ended
 from exitserve.policy import ExitPolicy
@@ -168,45 +171,77 @@ def test_branches_outside_graphs_are_the_hosts() -> None:
     assert seen == ["taken", "warmed up"]
 
 
-class StreamsOfACapture:
-    """What CUDA and a graph that is captured do to the current stream, and nothing else."""
+class OfACapture:
+    """A stream, and what CUDA and a graph that is captured do to it, and nothing else."""
 
-    def __init__(self) -> None:
-        self.current = "graph"
+    current: OfACapture
+    pool: list[OfACapture]
+    """Given out in turn."""
+
+    def __init__(self, name: str, joined: bool = False) -> None:
+        self.name, self.joined, self.ends = name, joined, 0
+
+    def wait_stream(self, other: OfACapture) -> None:
+        self.joined |= other.joined
 
     def begin_capture_to_if_node(self, flag: Any) -> None:
-        self.current += f", if {flag.name}"
+        flag.around, OfACapture.current = OfACapture.current, OfACapture(flag.name, joined=True)
+        self.flags = [*getattr(self, "flags", []), flag]
 
     def end_capture_to_conditional_node(self) -> None:
-        self.current = self.current.rpartition(",")[0]
+        assert OfACapture.current.name == self.flags[-1].name, "it ends on its own stream"
+        for one in self.pool:  # those that work for the node end with it
+            one.joined &= one in (self, *(flag.around for flag in self.flags))
+        OfACapture.current = self.flags.pop().around
 
 
-def test_collectives_of_a_branch_go_to_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM sends them to the stream that it tracks, which is the one that was set last."""
+def test_bodies_are_captured_on_streams_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each depth. vLLM sends collectives to the stream that it tracks: the one set last."""
     from vllm.utils import torch_utils
 
-    graph = StreamsOfACapture()
-    monkeypatch.setattr(torch_utils, "prev_set_stream", lambda stream: None)
-    # A test that has stood in for it may have been there before vLLM.
-    monkeypatch.setattr(torch.cuda, "set_stream", torch_utils._patched_set_stream)
-    monkeypatch.setattr(torch_utils._current_stream_tls, "value", "graph", raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: graph.current)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    graph = OfACapture.current = OfACapture("graph", joined=True)
+    # A pool gives out what it gave before: the graph's own stream, too.
+    OfACapture.pool = [graph, OfACapture("first"), graph, OfACapture("second")]
+    given = iter(OfACapture.pool)
+    cuda = {
+        "Stream": lambda: next(given),
+        "stream": lambda one: using(one),
+        # A test that has stood in for it may have been there before vLLM.
+        "set_stream": torch_utils._patched_set_stream,
+        "current_stream": lambda: OfACapture.current,
+        "is_current_stream_capturing": lambda: OfACapture.current.joined,
+    }
+    for name, function in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    set_current = partial(setattr, OfACapture, "current")
+    monkeypatch.setattr(torch_utils, "prev_set_stream", set_current)
+    monkeypatch.setattr(torch_utils._current_stream_tls, "value", graph, raising=False)
+    monkeypatch.setattr(branches, "_BODIES", [])
     capturing = staticmethod(lambda: graph)
     monkeypatch.setattr(
         torch.cuda.CUDAGraph, "get_currently_capturing_graph", capturing, raising=False
     )
+
+    @contextmanager
+    def using(stream: OfACapture) -> Iterator[None]:
+        around, OfACapture.current = OfACapture.current, stream
+        yield
+        OfACapture.current = around
+
     outer, inner = (SimpleNamespace(name=name, is_cuda=True) for name in ("a", "b"))
     used = []
 
     def collective() -> None:
-        used.append(torch_utils.current_stream())
+        assert torch_utils.current_stream() is OfACapture.current
+        used.append(OfACapture.current.name)
 
     def body() -> None:
         collective()
-        when(inner, collective)
+        for _ in range(2):
+            when(inner, collective)
         collective()
 
-    when(outer, body)
+    for _ in range(2):
+        when(outer, body)
     collective()
-    assert used == ["graph, if a", "graph, if a, if b", "graph, if a", "graph"]
+    assert used == [*["first", "second", "second", "first"] * 2, "graph"]

@@ -1,8 +1,6 @@
 """Multiple choice at a depth, as docs/eval.md does it: lm-eval's own route to a truncated model."""
 
 import json
-import os
-import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -36,26 +34,9 @@ def sums() -> list[dict[str, Any]]:
     ]
 
 
-def openbookqa() -> list[dict[str, Any]]:
-    """Of the folder `dataset` of github.com/AGI-Edgerunners/LLM-Adapters."""
-    file = Path(os.environ.get("COMMONSENSE", "unset")) / "openbookqa" / "test.json"
-    if not file.is_file():
-        pytest.skip("COMMONSENSE names no folder with openbookqa/test.json")
-    rows = []
-    for row in json.loads(file.read_text(encoding="utf-8"))[:30]:
-        asked = row["instruction"].partition(": ")[2].partition("\n\nAnswer format")[0]
-        question, *choices = re.split(r"\s+Answer\d: ", asked)
-        right = int(row["answer"].removeprefix("answer")) - 1
-        rows.append({"question": question, "choices": choices, "right": right})
-    return rows
-
-
-@pytest.mark.parametrize("questions", [sums, openbookqa])
-def test_lm_eval_scores_a_cut_model_as_the_exit_at_its_depth(
-    bundled: Path, tmp_path: Path, questions: Any
-) -> None:
+def test_lm_eval_scores_a_cut_model_as_the_exit_at_its_depth(bundled: Path, tmp_path: Path) -> None:
     lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
-    rows, cut = questions(), tmp_path / "cut"
+    rows, cut = sums(), tmp_path / "cut"
     assert main(["truncate", str(bundled), "--layers", str(DEPTH), "--out", str(cut)]) == 0
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     (tmp_path / "choice.yaml").write_text(TASK.format(tmp_path), encoding="utf-8")

@@ -23,5 +23,5 @@ def test_kernels_compile_ahead_of_time(arch: int) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     needs = json.loads(done.stdout)
     assert any(name.startswith("exit_check") for name in needs)
-    # What a program may have of shared memory on sm_80, the smallest.
-    assert all(n["shared"] <= 163 * 1024 for one in needs.values() for n in one.values())
+    # What a program may have of shared memory on an L4 or an RTX 4090, the smallest.
+    assert all(n["shared"] <= 99 * 1024 for one in needs.values() for n in one.values())

@@ -15,6 +15,8 @@ def test_auto_is_triton_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dispatch.choose("an operation", CPU) == "torch"
     assert dispatch.choose("an operation", GPU) == "triton"
     assert dispatch.choose("an operation", GPU, "torch") == "torch"
+    with pytest.raises(ValueError, match="implementation 'cuda' is unknown; allowed: auto, triton"):
+        dispatch.choose("an operation", GPU, "cuda")  # type: ignore[arg-type]
 
 
 def test_the_environment_overrides_auto_and_not_what_is_asked(

@@ -244,21 +244,3 @@ def test_runs_in_a_cuda_graph(device: torch.device) -> None:
         found = exit_check(states, weight, thresholds, implementation="triton")
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"criterion": "best"}, "criterion 'best' is unknown; allowed: max_prob, margin, entropy"),
-        ({"implementation": "cuda"}, "implementation 'cuda' is unknown; allowed: auto, triton"),
-    ],
-)
-def test_mistakes_are_named(change: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {
-        "states": torch.zeros(2, 8),
-        "weight": torch.zeros(100, 8),
-        "thresholds": torch.zeros(2),
-        **change,
-    }
-    with pytest.raises(ValueError, match=message):
-        exit_check(**arguments)

@@ -179,6 +179,16 @@ def test_the_label_s_gradient_has_all_its_digits(device: torch.device) -> None:
     assert float(logits.double().sum()) == pytest.approx(0.0, abs=1e-5 * -expected)
 
 
+def test_logits_may_lie_further_apart_than_32_bits_count(device: torch.device) -> None:
+    """As a transposed product of many tokens; of the memory between them nothing is touched."""
+    apart = torch.empty(2**31 + 2, dtype=torch.bfloat16, device=device)
+    logits = apart.as_strided((2, 3), (1, 2**30)).copy_(torch.arange(6.0).view(2, 3))
+    given = logits.contiguous(), torch.tensor([2, 0], device=device), torch.ones(2, device=device)
+    expected, _ = logit_losses(*given, None, None, implementation="torch")
+    found, _ = logit_losses(logits, *given[1:], None, None, implementation="triton")
+    torch.testing.assert_close((found, logits), (expected, given[0]))
+
+
 @pytest.mark.parametrize("options", [{}, {"temperature": 2.0}], ids=str)
 @pytest.mark.parametrize("masked", [slice(0, 2100), slice(40, None, 7), slice(4000, None)])
 def test_a_masked_vocabulary_is_a_smaller_one(
@@ -224,31 +234,3 @@ def test_infinite_logits_of_one_side(form: Form, device: torch.device) -> None:
     torch.testing.assert_close(list(found), list(truth), **LOSS_ROOM)
     assert logits.isfinite().all()
     torch.testing.assert_close(logits, kept[0], rtol=0.0, atol=GRADIENT_ROOM)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"logits": torch.zeros(3)}, r"logits are \(3,\) of torch.float32; expected \[N, V\]"),
-        ({"logits": torch.zeros(2, 5).long()}, "torch.int64; expected .* floating-point type"),
-        ({"labels": None, "teacher": None}, "both None; give one of them at least"),
-        ({"labels": torch.zeros(2)}, r"labels\.dtype is torch.float32; expected torch.int64"),
-        ({"labels": torch.zeros(3).long()}, r"labels has shape \(3,\) on cpu; expected \(2,\)"),
-        ({"teacher": torch.zeros(2, 4)}, r"teacher has shape \(2, 4\) on cpu; expected \(2, 5\)"),
-        ({"ce_scale": None}, "ce_scale is None; the gradient needs"),
-        ({"kl_scale": None}, "kl_scale is None; the gradient needs"),
-        ({"temperature": 0.0}, "temperature 0.0 must be a finite number above 0"),
-        ({"soft_cap": math.nan}, "soft_cap nan must be"),
-    ],
-)
-def test_mistakes_are_named(change: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {
-        "logits": torch.zeros(2, 5),
-        "labels": torch.zeros(2, dtype=torch.int64),
-        "ce_scale": torch.ones(2),
-        "teacher": torch.zeros(2, 5),
-        "kl_scale": torch.ones(2),
-        **change,
-    }
-    with pytest.raises(ValueError, match=message):
-        logit_losses(**given)

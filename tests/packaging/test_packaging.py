@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("torch", "transformers", "vllm", "numpy", "matplotlib")
+HEAVY = ("torch", "transformers", "vllm", "numpy", "matplotlib", "datasets")
 
 
 def _loaded_by(statement: str) -> set[str]:
@@ -25,7 +25,8 @@ def _loaded_by(statement: str) -> set[str]:
     [
         "import exitserve",
         "from exitserve.cli import build_parser; build_parser()",
-        "import exitserve_training",
+        "import exitserve.planning.command, exitserve.costs.sources",
+        "import exitserve_training.commands, exitserve_training.recipe",
         "import exitserve_kernels",
     ],
 )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -161,12 +159,3 @@ def test_bad_models_give_one_line(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert words in said
-
-
-def test_importing_the_command_loads_nothing_heavy() -> None:
-    code = (
-        "import sys; import exitserve.planning.command, exitserve.costs.sources;"
-        "print(sorted({'torch', 'vllm', 'matplotlib', 'transformers'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -6,6 +6,7 @@ The engine here is a stand-in: that real ones die is tested in `tests/e2e/test_e
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,15 +244,19 @@ def test_pages_of_counts_answer_within_a_second(path: str, server: Any) -> None:
     run(test)
 
 
-@pytest.mark.parametrize(("dies_first", "failed"), [(True, True), (False, False)])
-def test_an_engine_that_ends_before_its_server_has_failed(dies_first: bool, failed: bool) -> None:
+@pytest.mark.parametrize("dies_first", [True, False])
+def test_an_engine_that_ends_before_its_server_has_failed(server: Any, dies_first: bool) -> None:
     async def test(engine: Engine) -> None:
-        end = EngineEnd()
-        end.watch(engine)
+        made, end = server(engine), EngineEnd()
+        listener = await asyncio.get_running_loop().create_server(asyncio.Protocol, "127.0.0.1")
+        http = SimpleNamespace(servers=[listener])
+        end.watch(engine, SimpleNamespace(exitserve=made, server=http))
         engine.errored = dies_first
         engine.shutdown(timeout=0)
         engine.shutdown(timeout=0)  # vLLM's, at the end of the server
-        assert end.failed == failed
+        assert end.failed == dies_first
         assert engine.stopped == 2
+        await asyncio.sleep(0)
+        assert made.stops and not listener.is_serving()
 
     run(test)

@@ -48,7 +48,8 @@ def make_app(bundled: Path) -> MakeApp:
             environment.setenv("VLLM_PLUGINS", "exitserve")
             args = parse_vllm_args(str(bundled), list(flags))
             app = build_app(args, ("generate", "render"))
-        app.state.exitserve = SimpleNamespace(rules=RULES, open_requests=0, unsampled=False)
+        state = {"rules": RULES, "stops": False, "open_requests": 0, "unsampled": False}
+        app.state.exitserve = SimpleNamespace(**state)
         return app
 
     return make

@@ -82,17 +82,6 @@ def test_counters_never_decrease_and_reconcile(events: list[tuple[Any, ...]]) ->
     assert total(before, "exitserve_checks_total") >= passed
 
 
-def test_a_restarted_worker_is_counted_on_top() -> None:
-    registry = CollectorRegistry()
-    metrics = WorkerMetrics(registry, MODEL)
-    for tokens in (5, 2):  # the second worker has counted less than the first
-        recorder = Recorder(LAYERS, EXITS)
-        for _ in range(tokens):
-            recorder.tokens_by_depth[4] += 1
-        metrics.update(recorder.snapshot())
-    assert samples(registry)["exitserve_tokens_total", "4"] == 7
-
-
 def test_every_place_a_token_can_stop_has_a_series_before_any_traffic() -> None:
     registry = CollectorRegistry()
     WorkerMetrics(registry, MODEL).update(Recorder(LAYERS, EXITS).snapshot())

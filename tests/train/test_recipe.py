@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -323,13 +321,3 @@ def test_a_used_output_folder_is_not_touched(
     assert weights.stat().st_mtime_ns > first
     with pytest.raises(ExitServeError, match=r"'seed' \(4 instead of 0\) differs"):
         train(make_recipe(), "resume=true", "seed=4")
-
-
-def test_command_and_recipe_import_nothing_heavy() -> None:
-    code = (
-        "import sys, exitserve_training.commands;"
-        "import exitserve_training.recipe;"
-        "print([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

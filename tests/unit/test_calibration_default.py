@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from exitserve.checkpoint.calibration import OperatingPoint
+from exitserve.checkpoint.calibration import OperatingPoint, json_of
 from exitserve.engine.options import make_rules
 from exitserve.errors import ExitServeError
 
@@ -33,7 +33,7 @@ def config(mode: str = "confidence", layers: int = 12, criterion: str = "margin"
             "version": 1,
             "exit_layers": [3, 6, 9],
             "criterion": criterion,
-            "calibration": calibration.to_json(),
+            "calibration": json_of(calibration),
         },
     }
 

@@ -61,15 +61,6 @@ def block(name: str | None) -> MultiExit:
     return MultiExit(exit_layers=(2, 4), rows=name)
 
 
-def test_only_rows_that_the_config_names_stay(folder: Path) -> None:
-    for rows in ([1, 5], [1, 7]):
-        write_multi_exit(folder, block(save_exit_rows(folder, rows)))
-    name = save_exit_rows(folder, [1, 7])
-    assert [path.stem for path in (folder / "exit_rows").iterdir()] == [name], "as it was"
-    write_multi_exit(folder, block(None))
-    assert list((folder / "exit_rows").iterdir()) == []
-
-
 def test_rows_of_another_checkpoint_are_refused(folder: Path) -> None:
     """As where a folder was copied by hand, or a copy was cut off."""
     one, other = (save_exit_rows(folder, rows) for rows in ([1, 5], [1, 7]))

@@ -2,8 +2,7 @@
 
 import pytest
 
-from exitserve.checkpoint.first_layers import beyond, check_depth, cut_config, layer_of
-from exitserve.errors import ExitServeError
+from exitserve.checkpoint.first_layers import beyond, cut_config, layer_of
 
 
 @pytest.mark.parametrize(
@@ -52,9 +51,3 @@ def test_lists_by_layer_are_cut_and_others_kept() -> None:
             "criterion": "max_prob",
         },
     }
-
-
-@pytest.mark.parametrize("layers", [0, -1, 7, 2.0, True, None])
-def test_a_depth_out_of_range_is_refused(layers: object) -> None:
-    with pytest.raises(ExitServeError, match=r"--layers .* from 1 to 6 is allowed"):
-        check_depth(layers, LAYERED, "--layers")

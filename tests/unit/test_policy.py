@@ -230,3 +230,5 @@ def test_where_one_calibrated_mode_is_not_served_the_other_is_meant() -> None:
     assert rules.policy_for({"exit_threshold": "auto"}).mode == "defer"
     with pytest.raises(ExitServeError, match="needs a server that was started for it"):
         rules.policy_for({"exit_threshold": "auto", "exit_mode": "confidence"})
+    with pytest.raises(ExitServeError, match="exitserve serve --mode verify"):
+        BOTH.policy_for({"exit_threshold": 0.5, "exit_mode": "verify"})

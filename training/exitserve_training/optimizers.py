@@ -33,7 +33,6 @@ class MuonWithAdamW(Optimizer):
     """
 
     def __init__(self, *parts: Optimizer) -> None:
-        """Takes optimizers of different parameters."""
         self._parts = parts
         groups = [group for part in self._parts for group in part.param_groups]
         super().__init__(groups, {})

@@ -202,7 +202,6 @@ def _warn_of_few(trainer: MultiExitTraining) -> None:
 
 
 def _callback(trainer: MultiExitTraining, kind: type[_AnyCallback]) -> _AnyCallback:
-    """The run's callback of this class."""
     return next(c for c in trainer.callback_handler.callbacks if isinstance(c, kind))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from exitserve.checkpoint.block import TrainedExit
-from exitserve.reporting.report import markdown_table, terminal_table
+from exitserve.reporting.report import markdown_page, markdown_table, terminal_table
 from exitserve_training.parts import Task
 
 SCHEMA_VERSION = 1
@@ -64,25 +64,20 @@ class TrainingReport:
 
     def markdown(self) -> str:
         """The report as a page."""
-        lines = [
+        measured = [[name, f"{value:.4g}"] for name, value in self.metrics.items()]
+        return markdown_page(
             f"# Training report: {self.model}",
-            "",
             f"{self.architecture}, {self.parameters:,} parameters, {self.num_layers} layers, "
             f"objectives `{', '.join(self.objectives)}`. {self.steps:,} steps, "
             f"{self.tokens_seen:,} tokens, {self.seconds:,.0f} s. "
             f"Held out: {self.validation_tokens:,} {self._unit}s.",
-            "",
             self.quality_table(),
-        ]
-        if self.metrics:
-            measured = [[name, f"{value:.4g}"] for name, value in self.metrics.items()]
-            lines += ["", markdown_table(["measured on the held-out text", ""], measured)]
-        return "\n".join(lines) + "\n"
+            markdown_table(["measured on the held-out text", ""], measured) if measured else "",
+        )
 
     def quality_table(self) -> str:
         """The quality at each depth, in Markdown."""
-        headers = [header.replace("\n", " ") for header in self._headers()]
-        return markdown_table(headers, self._rows())
+        return markdown_table(self._headers(), self._rows())
 
     def table(self) -> Table:
         """The report as a short table for the terminal."""

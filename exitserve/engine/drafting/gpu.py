@@ -46,7 +46,6 @@ class FirstLayers(nn.Module):
     """The draft, as vLLM calls a model. It owns no weights."""
 
     def __init__(self, loop: DraftingLoop) -> None:
-        """Takes the passes of the served model."""
         super().__init__()
         self.loop = loop
 

@@ -63,7 +63,6 @@ class DraftingRequests(RunningRequests):
     """Counts and traces what passes give."""
 
     def __init__(self, state: EngineState) -> None:
-        """Starts without requests; takes the engine's rules and what counts."""
         self._state, self._recorder = state, state.recorder
         (self.layer,) = state.rules.exit_layers
         """How many layers a draft runs."""
@@ -127,7 +126,6 @@ class RowRequests(DraftingRequests):
     """The requests of runner V1."""
 
     def __init__(self, runner: Any) -> None:
-        """Takes the runner, its model loaded."""
         model: Any = runner.get_model()
         super().__init__(model.exit_state)
         self._runner = runner

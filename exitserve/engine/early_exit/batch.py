@@ -103,7 +103,6 @@ class HostRequests(RunningRequests):
     """Runner V1's requests, by the row of its batch."""
 
     def __init__(self, state: EngineState) -> None:
-        """Starts without requests; takes the engine's rules and what counts."""
         self._rules, self._recorder = state.rules, state.recorder
         self.rows: dict[int, Request] = {}
         self.preempted = PreemptedRequests()

@@ -19,7 +19,6 @@ class Checks:
     """Makes the exit checks of one model."""
 
     def __init__(self, head: ExitHead, recorder: Recorder) -> None:
-        """Takes the model's head, and what counts."""
         self.head, self._recorder = head, recorder
 
     def check(self, normed: Tensor, due: list[Candidate], layer: int, step: Step) -> list[int]:
@@ -80,7 +79,6 @@ class HostMaskedRows:
     known_depth: Tensor | None
 
     def __init__(self, checks: Checks, step: Step, recorder: Recorder, like: Tensor) -> None:
-        """Takes the rows of a pass over `like` [T, D]."""
         self._checks, self._step, self._recorder = checks, step, recorder
         self._due: list[Candidate] = []
         self.places = torch.tensor(step.row_ends, device=like.device) - 1

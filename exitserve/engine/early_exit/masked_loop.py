@@ -70,7 +70,6 @@ class Room:
     """Where a pass keeps its state: pieces that are captured by themselves find it there again."""
 
     def __init__(self, like: Tensor) -> None:
-        """Makes room for as many tokens as `like` [T, D] has."""
         self.hidden, self.residual = torch.empty_like(like), torch.empty_like(like)
         self.state, self.normed = torch.zeros_like(like), torch.empty_like(like)
         self.frozen = like.new_zeros((len(like), 1), dtype=torch.bool)

@@ -41,7 +41,6 @@ from exitserve_kernels.exit_check import (
     Decision,
     ExitCheck,
     Head,
-    HostReading,
     check_logits,
     criterion_of,
     finish,
@@ -74,7 +73,7 @@ class HeadReading(nn.Module):
         self.compute_logits, self.criterion = compute_logits, criterion
 
     def forward(self, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [N, K] of normed states [N, D]; tokens and confidences [2, N] (`HostReading`)."""
+        """Logits [N, K] of normed states [N, D]; tokens and confidences [2, N] (`read`)."""
         logits = self.compute_logits(normed)
         return logits, read(logits, self.criterion)
 
@@ -157,7 +156,7 @@ class ExitHead:
         if self._prepared:
             return
         self._prepared = True
-        self._ends = self._ends.to(device)
+        self._ends, self._nothing = self._ends.to(device), torch.tensor(NOTHING, device=device)
         if self.rows is not None and not len(self.rows):
             return
         found = readable_head(
@@ -229,7 +228,7 @@ class ExitHead:
         self.prepare(normed.device)
         if self._is_plain:
             logits, columns = self._reading(normed)
-            tokens, confidence = HostReading.of(columns[:, : len(limits)])
+            tokens, confidence = columns[:, : len(limits)].tolist()
             exits = [
                 found > _rounded(end if ends else other)
                 for found, ends, (other, end) in zip(
@@ -241,7 +240,7 @@ class ExitHead:
         found, logits = self._check_slices(normed, *thresholds.unbind(dim=-1))
         return found.exits.tolist(), logits
 
-    def _end(self, tokens: Sequence[int], limits: Sequence[Limits], logits: Tensor) -> list[bool]:
+    def _end(self, tokens: Sequence[float], limits: Sequence[Limits], logits: Tensor) -> list[bool]:
         """[N] whether the most likely tokens end the text, or tie with one that does."""
         found = [token in self._end_places for token in tokens]
         # Two that tie have no margin, so it does not matter which of them is the token.
@@ -280,13 +279,10 @@ class ExitHead:
         """The summary [N, 6] of what is read of this slice, and its logits [N, K]."""
         first = self._first if self.rows is None else 0
         if self.rows is not None and not len(self.rows):  # the exit rows lie in other slices
-            nothing = torch.tensor(NOTHING, device=normed.device)
-            return nothing.repeat(len(normed), 1), normed.new_empty(len(normed), 0)
+            return self._nothing.repeat(len(normed), 1), normed.new_empty(len(normed), 0)
         if self._readable is None:
             logits = self._read(normed)
-            return summarise_logits(
-                logits, criterion=self._criterion, end_tokens=self._ends, first_token=first
-            ), logits
+            return summarise_logits(logits, end_tokens=self._ends, first_token=first), logits
         width = self.width if self.rows is None else len(self.rows)
         logits = normed.new_empty(len(normed), width)
         logits[:, self._readable.columns :] = -torch.inf

@@ -204,7 +204,7 @@ def summarise(rows: Tensor, head: Head, first_token: int, kept: Tensor | None) -
     """`reference.summarise`; at least one row. `kept` [B, columns] receives the logits."""
     num_rows, width = rows.shape
     columns = head.columns
-    block_b = block_of_rows(num_rows)
+    block_b = block_of_rows(num_rows, rows.dtype)
     tiles = triton.cdiv(columns, TILE_V)
     out = rows.new_empty((num_rows, tiles, WIDTH), dtype=torch.float32)
     _tiles[(triton.cdiv(num_rows, block_b), tiles)](
@@ -240,9 +240,13 @@ def summarise(rows: Tensor, head: Head, first_token: int, kept: Tensor | None) -
     return join(out)
 
 
-def block_of_rows(num_rows: int) -> int:
-    """Rows of a tile: no more than needed, so that small batches cost only the weights' bytes."""
-    return max(16, min(128, triton.next_power_of_2(num_rows)))
+def block_of_rows(num_rows: int, dtype: torch.dtype) -> int:
+    """Rows of a tile: no more than needed, so that small batches cost only the weights' bytes.
+
+    128 of float32 need 128 KiB of shared memory, more than an L4 or an RTX 4090 has, and spill.
+    """
+    most = 32 if dtype == torch.float32 else 128
+    return max(16, min(most, triton.next_power_of_2(num_rows)))
 
 
 def warps_of(block_b: int) -> int:

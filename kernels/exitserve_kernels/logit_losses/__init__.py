@@ -7,15 +7,11 @@ folder.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from exitserve_kernels.dispatch import Asked, choose
 from exitserve_kernels.logit_losses import in_place
-
-TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @torch.no_grad()
@@ -59,19 +55,18 @@ def logit_losses(
         soft_cap: c, above 0: a = c tanh(logits / c). None for no cap.
         differentiate: whether to write the gradient.
         implementation: `auto`, `triton` or `torch`.
-
-    Raises:
-        ValueError: shapes, types or devices do not match, neither labels nor a teacher are
-            given, a scale is missing, or the temperature or the cap is not above 0.
     """
-    _check(logits, labels, ce_scale, teacher, kl_scale, differentiate)
-    for name, value in (("temperature", temperature), ("soft_cap", soft_cap)):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} {value!r} must be a finite number above 0.")
+    assert logits.dim() == 2, "logits are [N, V]"
+    for tensor in (labels, ce_scale, kl_scale):
+        assert tensor is None or tensor.shape == logits.shape[:1], "labels and scales are [N]"
+    assert labels is None or labels.dtype == torch.int64, "labels are int64"
+    assert teacher is None or teacher.shape == logits.shape, "the teacher's logits are [N, V]"
+    if differentiate:
+        assert labels is None or ce_scale is not None, "a label needs the weight of its loss"
+        assert teacher is None or kl_scale is not None, "a teacher needs the divergence's weight"
     compute = in_place.logit_losses
     if choose("logit_losses", logits.device, implementation) == "triton" and logits.numel():
-        if logits.dtype == torch.float64:
-            raise ValueError("logits.dtype is torch.float64, which needs implementation='torch'.")
+        assert logits.dtype != torch.float64, "float64 needs implementation='torch'"
         from exitserve_kernels.logit_losses import fused
 
         compute = fused.logit_losses
@@ -85,38 +80,3 @@ def logit_losses(
         soft_cap=soft_cap,
         differentiate=differentiate,
     )
-
-
-def _check(
-    logits: Tensor,
-    labels: Tensor | None,
-    ce_scale: Tensor | None,
-    teacher: Tensor | None,
-    kl_scale: Tensor | None,
-    differentiate: bool,
-) -> None:
-    """Raises `ValueError` if the tensors do not fit."""
-    if logits.dim() != 2 or logits.dtype not in TYPES:
-        raise ValueError(
-            f"logits are {tuple(logits.shape)} of {logits.dtype}; expected [N, V] of a "
-            f"floating-point type such as float32 or bfloat16."
-        )
-    if labels is None and teacher is None:
-        raise ValueError("labels and teacher are both None; give one of them at least.")
-    if labels is not None and labels.dtype != torch.int64:
-        raise ValueError(f"labels.dtype is {labels.dtype}; expected torch.int64.")
-    if differentiate and labels is not None and ce_scale is None:
-        raise ValueError("ce_scale is None; the gradient needs the weight of each label's loss.")
-    if differentiate and teacher is not None and kl_scale is None:
-        raise ValueError("kl_scale is None; the gradient needs the weight of each divergence.")
-    for name, tensor, shape in (
-        ("labels", labels, logits.shape[:1]),
-        ("ce_scale", ce_scale, logits.shape[:1]),
-        ("teacher", teacher, logits.shape),
-        ("kl_scale", kl_scale, logits.shape[:1]),
-    ):
-        if tensor is not None and (tensor.shape != shape or tensor.device != logits.device):
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)} on {tensor.device}; expected "
-                f"{tuple(shape)} on {logits.device}, as the logits."
-            )

@@ -23,7 +23,9 @@ WARPS = 8
 @triton.jit
 def _loaded(values, place, inside, step, soft_cap, HAS_CAP: tl.constexpr):
     """A block of logits in float32, soft-capped; -inf beyond the vocabulary."""
-    found = tl.load(values + place * step, mask=inside, other=float("-inf")).to(tl.float32)
+    found = tl.load(values + place.to(tl.int64) * step, mask=inside, other=float("-inf")).to(
+        tl.float32
+    )
     if HAS_CAP:
         found = tl.where(inside, soft_cap * tanh(found / soft_cap), float("-inf"))
     return found
@@ -126,7 +128,11 @@ def _write_gradient(
         if HAS_CAP:
             tangent = student / soft_cap
             gradient *= 1.0 - tangent * tangent
-        tl.store(logits + place * step, narrowed(gradient, logits.dtype.element_ty), mask=inside)
+        tl.store(
+            logits + place.to(tl.int64) * step,
+            narrowed(gradient, logits.dtype.element_ty),
+            mask=inside,
+        )
 
 
 @triton.jit
@@ -158,7 +164,7 @@ def _losses(
     label = -1
     if HAS_LABELS:
         label = tl.load(labels + row).to(tl.int32)
-        own = tl.load(logits + label * step).to(tl.float32)
+        own = tl.load(logits + label.to(tl.int64) * step).to(tl.float32)
         if HAS_CAP:
             own = soft_cap * tanh(own / soft_cap)
     top, others, cooled, teacher_top, taught, gaps = _sums(

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from exitserve.checkpoint.block import read_multi_exit, write_multi_exit
-from exitserve.checkpoint.calibration import OperatingPoint
-from exitserve.policy import ExitPolicy
 from exitserve.reference import load_reference
 
-from ...shapes import calibration_of
+from ..test_criteria import calibrated, requests
 
 EXITS = {"exit_rows": "frequent"}
 
@@ -106,20 +102,12 @@ def test_modes_whose_tokens_wait_need_another_server(start, model, job) -> None:
 
 
 def test_calibrated_thresholds_of_another_criterion(
-    start, model, job, random_jobs, tmp_path
+    start, expect, make_checkpoint, tmp_path
 ) -> None:
-    criterion, thresholds = "entropy", {2: 0.17, 4: 0.16}
-    directory = tmp_path / criterion
-    shutil.copytree(model, directory)
-    point = OperatingPoint(agreement=0.9, thresholds=thresholds, eos_thresholds={2: 1.0, 4: 1.0})
-    calibration = calibration_of(point, mode="confidence", criterion=criterion, num_layers=6)
-    block = replace(read_multi_exit(directory), criterion=criterion, calibration=calibration)
-    write_multi_exit(directory, block)
+    directory = calibrated(make_checkpoint, tmp_path, "entropy")
+    asked = [replace(one, max_tokens=20) for one in requests(directory)]
     reference = load_reference(str(directory))
-    policy = ExitPolicy.calibrated(point, mode="confidence")
-    asked = [job(one.prompt, {"exit_threshold": "auto"}, 30) for one in random_jobs(6)]
-    found = [reference.decode(one.prompt, 30, policy, ignore_eos=True) for one in asked]
-    expected = [(one.token_ids, one.exit_layers) for one in found]
+    expected = [expect(reference, one) for one in asked]
     assert {depth for _, depths in expected for depth in depths} == {2, 4, 6}
     harness = start(directory, exits=EXITS, enable_prefix_caching=False)
     assert harness.run(asked) == expected

@@ -7,23 +7,15 @@ import pytest
 from exitserve.bench.forced import start_forced_engine
 from exitserve.engine.launch import greedy_params
 
+from ...bench.test_forced import OPTIONS
+
 
 @pytest.mark.parametrize("mode", ["verify", pytest.param("defer", marks=pytest.mark.nightly)])
 def test_as_often_as_asked_for(model: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     exits = {"mode": mode, "exit_threshold": 0.5, "num_drafts": 3}
-    engine = start_forced_engine(
-        model,
-        {"confidence": 0.8, "acceptance": 0.9},
-        exits=exits,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=128,
-        max_num_seqs=8,
-        distributed_executor_backend="uni",
-        kv_cache_memory_bytes=64 << 20,
-        load_format="dummy",
-    )
+    shares = {"confidence": 0.8, "acceptance": 0.9}
+    engine = start_forced_engine(model, shares, exits=exits, **OPTIONS)
     prompts = [{"prompt_token_ids": [5 + index, 9, 40]} for index in range(8)]
     found = engine.generate(prompts, greedy_params(48), use_tqdm=False)
     assert all(len(one.outputs[0].token_ids) == 48 for one in found)

@@ -1,4 +1,4 @@
-"""SimReg and its baselines by hand, and where they differ from other losses of pairs."""
+"""Chunks and second views of SimReg and its baselines; `table.py` compares their values."""
 
 import math
 from collections.abc import Callable
@@ -7,15 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from exitserve_training.losses.contrastive import cpretrain, creg, sce, simcse
+from exitserve_training.losses.contrastive import sce, simcse
 from exitserve_training.losses.similarity import simreg
 from exitserve_training.objectives.simreg.options import SimRegOptions
 
 from . import references
-
-E = math.e
-RIGHT_ANGLES = torch.tensor([[[2.0, 0.0], [0.0, 3.0], [5.0, 0.0]]])
-LABELS = torch.tensor([[7, 7, 4]])
 
 
 def problem(
@@ -27,14 +23,6 @@ def problem(
     embeddings += 0.5 * torch.randn(6, generator=generator, dtype=dtype)
     labels = torch.randint(3, (rows, tokens), generator=generator)
     return embeddings.requires_grad_(), labels
-
-
-def test_simreg_by_hand() -> None:
-    """Two tokens of one label at right angles, one of another along the first; tau = 1."""
-    # L_1 = log e - log(e + 1), L_2 = log 1 - log(1 + e), L_3 = log(e + 1) - log e.
-    ratios = [E / (E + 1), 1 / (1 + E), (E + 1) / E]
-    expected = sum(math.log1p(ratio) for ratio in ratios) / 3
-    assert simreg(RIGHT_ANGLES, LABELS, temperature=1.0).item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_weight_of_appendix_a2() -> None:
@@ -81,35 +69,3 @@ def test_second_view(ours: Callable[..., Tensor], theirs: Callable[..., Tensor])
         assert both[1] is None, "the target network gets no gradient"
     else:
         torch.testing.assert_close(both[1], wanted[1], rtol=1e-9, atol=1e-10)
-
-
-def test_simcse_by_hand() -> None:
-    # Rows of mean direction x and y: each knows itself with e / (e + 1).
-    embeddings = torch.tensor([[[1.0, 1.0], [1.0, -1.0]], [[0.0, 4.0], [0.0, 0.0]]])
-    loss = simcse(embeddings, torch.tensor([[1, 2], [3, 4]]), temperature=1.0)
-    assert loss.item() == pytest.approx(math.log((E + 1) / E), rel=1e-5)
-
-
-def test_cpretrain_by_hand() -> None:
-    # Pairs (1st, 3rd) and (2nd, 4th): scores [[1, 0], [0, 0]] in both directions.
-    embeddings = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [2.0, 0.0], [0.0, 0.0]]])
-    loss = cpretrain(embeddings, torch.tensor([[5, 6, 5, 6]]), temperature=1.0)
-    assert loss.item() == pytest.approx((math.log((E + 1) / E) + math.log(2.0)) / 2, rel=1e-5)
-
-
-def test_creg_by_hand() -> None:
-    # Only the first two have a positive. First: others score 0 and 1; second: 0 and 0.
-    loss = creg(RIGHT_ANGLES, LABELS, temperature=1.0)
-    assert loss.item() == pytest.approx((math.log(1 + E) + math.log(2.0)) / 2, rel=1e-5)
-
-
-def test_sce_by_hand() -> None:
-    first, second = math.log(2 * E + 1), math.log(E + 2)
-    # Third: itself with 1/2; of the relations the first at target temperature 0.07 has all.
-    expected = [
-        0.25 * (first - 1) + 0.25 * first + 0.5 * (first - 1),
-        0.25 * second + 0.25 * (second - 1) + 0.5 * second,
-        first - 1,
-    ]
-    loss = sce(RIGHT_ANGLES, LABELS, contrast=0.5, temperature=1.0)
-    assert loss.item() == pytest.approx(sum(expected) / 3, rel=1e-5)

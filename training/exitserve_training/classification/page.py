@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from exitserve.reporting.report import cell, machine_line, markdown_table
+from exitserve.reporting.report import cell, machine_line, markdown_page, markdown_table
 
 HEADERS = (
     "threshold",
@@ -40,28 +40,19 @@ def rows(report: Mapping[str, Any]) -> list[list[str]]:
 
 def markdown(report: Mapping[str, Any]) -> str:
     """The report as a page."""
-    headers = [header.replace("-\n", "").replace("\n", " ") for header in HEADERS]
     layers = [*report["exit_layers"], report["num_layers"]]
     exits = [
         [f"{way['threshold']:g}", *[str(way["exits"][str(layer)]) for layer in layers]]
         for way in report["thresholds"]
     ]
-    return "\n".join(
-        [
-            f"# Classification with early exit: {report['model']}",
-            "",
-            f"{report['architecture']}, {report['num_layers']} layers, one classifier for all of "
-            f"them. {report['inputs']:,} inputs in batches of {report['batch_size']}, "
-            f"{report['threads']} threads. Wall speedup: the model's own forward over early exit, "
-            f"the same batches in turn, median of {report['repeats']} rounds and their range.",
-            "",
-            markdown_table(headers, rows(report)),
-            "",
-            "Inputs by the depth they stopped at:",
-            "",
-            markdown_table(["threshold", *[f"layer {layer}" for layer in layers]], exits),
-            "",
-            machine_line(report),
-            "",
-        ]
+    return markdown_page(
+        f"# Classification with early exit: {report['model']}",
+        f"{report['architecture']}, {report['num_layers']} layers, one classifier for all of "
+        f"them. {report['inputs']:,} inputs in batches of {report['batch_size']}, "
+        f"{report['threads']} threads. Wall speedup: the model's own forward over early exit, "
+        f"the same batches in turn, median of {report['repeats']} rounds and their range.",
+        markdown_table(HEADERS, rows(report)),
+        "Inputs by the depth they stopped at:",
+        markdown_table(["threshold", *[f"layer {layer}" for layer in layers]], exits),
+        machine_line(report),
     )

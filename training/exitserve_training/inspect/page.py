@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from exitserve.reporting.report import cell, columns, machine_line, markdown_table
+from exitserve.reporting.report import cell, columns, machine_line, markdown_page, markdown_table
 
 PICTURES = {
     "accuracy": "Accuracy through the shared head, and of a linear probe fitted at each depth.",
@@ -56,27 +56,21 @@ def summary(report: Mapping[str, Any]) -> str:
 def markdown(report: Mapping[str, Any]) -> str:
     """The report as a page."""
     unit = {"class": "rows", "hidden token": "hidden tokens"}.get(report["task"], "tokens")
-    lines = [
+    return markdown_page(
         f"# Inspection: {report['model']}",
-        "",
         f"{report['architecture']}, {report['num_layers']} layers (exit layers with a star). "
         f"{report['said']:,} {unit} of {report['rows']:,} inputs; what compares layers is "
         f"measured on {report['samples']:,} of them. {summary(report)}",
-        "",
         markdown_table(*table(report)),
-        "",
         "COS and CKA are with the last layer, of states centred over the samples. Mean cos is that "
         "of all pairs of tokens of a sequence, rank their effective rank. Probe and NC1 take the "
         "classes, or the most frequent tokens, as classes; NC1 is within-class over between-class "
         "variability, 0 when collapsed. Margin is the label's logit less the greatest other's, and "
         "SimReg that paper's loss.",
-        "",
-    ]
-    for name, text in PICTURES.items():
-        lines += [f"![{name}]({name}.png)", "", text, ""]
-    if report["texts"]:
-        lines += _texts(report["texts"], report["num_layers"])
-    return "\n".join([*lines, machine_line(report), ""])
+        *(f"![{name}]({name}.png)\n\n{text}" for name, text in PICTURES.items()),
+        *(_texts(report["texts"], report["num_layers"]) if report["texts"] else ()),
+        machine_line(report),
+    )
 
 
 def _texts(texts: Mapping[str, Any], num_layers: int) -> list[str]:
@@ -85,20 +79,13 @@ def _texts(texts: Mapping[str, Any], num_layers: int) -> list[str]:
         [f"{depth} of {num_layers}", f"{value:.3f}", cell(coherences.get(depth), ".3f")]
         for depth, value in texts["diversity"].items()
     ]
-    lines = [
+    samples = [f"--- depth {depth}\n{sample}" for depth, sample in texts["samples"].items()]
+    return [
         "## What it writes, cut at each exit layer",
-        "",
         f"{texts['prompts']} prompts, {texts['new_tokens']} tokens each, nucleus sampling with "
         f"p = {texts['top_p']}. Diversity and coherence as in the aligned-training paper "
         f"(equations 5 and 6).",
-        "",
         markdown_table(("depth", "diversity", "coherence"), table),
-        "",
         "The first prompt and its continuations:",
-        "",
-        "````text",
-        texts["prompt"],
+        "\n".join(["````text", texts["prompt"], *samples, "````"]),
     ]
-    for depth, sample in texts["samples"].items():
-        lines += [f"--- depth {depth}", sample]
-    return [*lines, "````", ""]

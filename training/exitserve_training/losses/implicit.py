@@ -30,7 +30,6 @@ class Projector(nn.Module):
     """
 
     def __init__(self, hidden_size: int) -> None:
-        """Takes D."""
         super().__init__()
         self.up = nn.Linear(hidden_size, hidden_size, bias=False)
         self.down = nn.Linear(hidden_size, hidden_size, bias=False)

@@ -94,7 +94,6 @@ class MeanOfLayers(Objective):
     """The mean over layers of the function of `losses` of the objective's name."""
 
     def __init__(self, options: ObjectiveOptions, context: BuildContext) -> None:
-        """See `Objective`."""
         super().__init__(options, context)
         self.function: Callable[..., Tensor] = getattr(losses, self.name)
         self.arguments = options.loss_arguments()

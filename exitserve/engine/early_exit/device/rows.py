@@ -30,7 +30,6 @@ class Slots:
     """What is known of each request, by its slot; the last one is for rows without a request."""
 
     def __init__(self, rules: ExitRules, slots: int, device: torch.device) -> None:
-        """Makes room for S requests."""
         self.exit_layers = rules.exit_layers
         self.empty = slots
         """The slot of rows without a request, which fill up a graph."""

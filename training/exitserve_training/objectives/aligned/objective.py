@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from exitserve.checkpoint.decoder import capture_outputs, hidden_of
+from exitserve.checkpoint.decoder import capture_hidden
 from exitserve_training.losses import (
     OutputHead,
     Teacher,
@@ -235,7 +235,6 @@ class FrozenTeacher:
     def __init__(
         self, path: str, dtype: torch.dtype = torch.float32, compile_layers: bool = False
     ) -> None:
-        """Loads the model of a directory or hub id."""
         self.model = load_model(path, dtype=dtype)
         self.model.requires_grad_(False)
         self.model.train(False)
@@ -255,7 +254,7 @@ class FrozenTeacher:
             torch.nn.Module.to(self.model, device)
         last = self.parts.num_layers
         no_cache = {"use_cache": False} if self.parts.task == "next token" else {}
-        with capture_outputs(self.parts.layers, [last], hidden_of) as captured:
+        with capture_hidden(self.parts.layers, [last]) as captured:
             self.parts.body(**inputs, **no_cache)
         states: Tensor = captured[last]
         return states
