@@ -4,6 +4,8 @@ Imports nothing heavy, so that `--help` answers at once; each command imports wh
 """
 
 import argparse
+import os
+import select
 import sys
 from importlib.metadata import entry_points
 from typing import Any
@@ -57,15 +59,37 @@ def main(argv: list[str] | None = None, **research: Any) -> int:
     return run(build_parser(), argv, **research)
 
 
+_UNREAD = 128 + 13
+"""Exit code where nobody reads the output any longer, as a shell tells SIGPIPE."""
+
+
 def run(parser: argparse.ArgumentParser, argv: list[str] | None = None, **research: Any) -> int:
     """Parses and runs; returns 2 and writes one line to standard error for a user's mistake.
+
+    Ends without a word where the output goes to `head` or the like, which has ended.
 
     Args:
         parser: sets `run`.
         argv: the arguments; by default the process's.
         research: options that have no flag, by name: `RESEARCH` of a command has them.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    try:
+        try:
+            return _run(parser, sys.argv[1:] if argv is None else argv, research)
+        finally:
+            if sys.stdout is not None:  # as it is behind `>&-`
+                sys.stdout.flush()
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout, select.POLLOUT)
+        if not any(event & select.POLLERR for _, event in output.poll(0)):
+            raise  # the pipe was another one
+        # What is left goes nowhere: Python would fail to write it at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _UNREAD
+
+
+def _run(parser: argparse.ArgumentParser, argv: list[str], research: dict[str, Any]) -> int:
     try:
         if argv[:1] == ["serve"]:
             argv = ["serve", *with_config(argv[1:])]

@@ -136,10 +136,10 @@ def check_enough(
         chosen = any(piece.source == source for piece in parts.select)
         if count < least or not chosen:
             whole = max(10, math.ceil(least / (1.0 - sum(SHARES))))
-            what = "windows of held-out text" if source == "text" else "continuations"
+            what = "window of held-out text" if source == "text" else "continuation"
             raise ExitServeError(
-                f"'{name}' gives {count} {what} for the test of {target}, which needs at least "
-                f"{least} even if every one of them is perfect (and about three times as many if "
-                f"they are not): give text for {whole} {what} or more (--windows, a shorter "
-                f"--window; a row of a .jsonl gives one), or a target that is easier."
+                f"'{name}' gives too little ({what}: {count}) for the test of {target}, which "
+                f"needs at least {least} even if every one of them is perfect (and about three "
+                f"times as many if they are not): give text for {whole} or more (--windows, a "
+                f"shorter --window; a row of a .jsonl gives one), or a target that is easier."
             )

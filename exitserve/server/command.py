@@ -182,6 +182,9 @@ def serve(args: argparse.Namespace) -> int:
     try:
         # vLLM's own command: it starts as many engines and API processes as its flags say.
         ServeSubcommand.cmd(vllm_args)
+    except KeyboardInterrupt:
+        print("exitserve: stopped while it was starting.", file=sys.stderr)
+        return 130
     except (OSError, OverflowError) as error:
         where = vllm_args.uds or f"{vllm_args.host or ''}:{vllm_args.port}"
         raise ExitServeError(f"vLLM cannot serve at {where}: {error}") from error

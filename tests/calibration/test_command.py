@@ -216,7 +216,7 @@ def test_too_little_text_says_how_much_is_needed(capsys, bundled, corpora, tmp_p
     more = ["--dry-run", "--out", str(tmp_path / "out"), "--windows", "30"]
     assert calibrate(Path(bundled), corpora[0], *more, generated_share=0.0) == 2
     said = capsys.readouterr().err.replace("\n", " ")
-    assert "gives 21 windows" in said and "agreement>=0.9, which needs at least 3" in said
+    assert "held-out text: 21)" in said and "agreement>=0.9, which needs at least 3" in said
 
 
 def test_a_model_without_exits_is_offered_a_plan(capsys, model: Path, corpora) -> None:

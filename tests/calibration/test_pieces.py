@@ -52,13 +52,15 @@ def test_too_little_text_says_how_much_is_needed() -> None:
     def check(parts: PieceSplit, sources=BOTH) -> None:
         check_enough(parts, sources, 300, "held-out.txt", "agreement>=0.99")
 
-    with pytest.raises(ExitServeError, match=r"gives 70 windows .* at least 300 .* text for 429 "):
+    with pytest.raises(
+        ExitServeError, match=r"of held-out text: 70\) .* at least 300 .* text for 429 "
+    ):
         check(split_pieces(pieces(100, 1000)))
-    with pytest.raises(ExitServeError, match="gives 70 continuations"):
+    with pytest.raises(ExitServeError, match="continuation: 70"):
         check(split_pieces(pieces(1000, 100)))
-    with pytest.raises(ExitServeError, match="gives 0 continuations"):
+    with pytest.raises(ExitServeError, match="continuation: 0"):
         check(split_pieces(pieces(1000, 0)))
-    with pytest.raises(ExitServeError, match="gives 300 windows"):
+    with pytest.raises(ExitServeError, match="text: 300"):
         check(PieceSplit([], [], pieces(300, 0)), ("text",))  # nothing to choose by
     check(split_pieces(pieces(500, 0)), ("text",))
 

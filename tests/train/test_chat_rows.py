@@ -100,11 +100,12 @@ def test_every_form_of_row_gives_the_same(
     assert tokenizer.decode(split["train"][0]["input_ids"]).startswith(opening)
 
 
+@pytest.mark.parametrize("first", [0, 2])
 def test_of_several_turns_all_answers_are_learnt(
-    chat_recipe: MakeRecipe, marked_chat_model: Path
+    chat_recipe: MakeRecipe, marked_chat_model: Path, first: int
 ) -> None:
     turns = [("system", "Be brief."), ("user", "One?"), ("assistant", "1"), ("user", "Two?")]
-    rows = [messages(*turns, ("assistant", f"2 {end}"), ("user", "Thanks")) for end in "ab"]
+    rows = [messages(*turns[first:], ("assistant", f"2 {end}"), ("user", "Thanks")) for end in "ab"]
     recipe = load_recipe(chat_recipe(rows, data={"loss_on": "assistant"}))
     tokenizer: Any = AutoTokenizer.from_pretrained(marked_chat_model)
     row = load_chats(recipe.data, tokenizer, 0)["train"][0]
@@ -118,7 +119,7 @@ def test_of_several_turns_all_answers_are_learnt(
         "<think>{% endif %}{{ m['content'] }}\n{% endfor %}"
     )
     with pytest.raises(
-        ExitServeError, match=r"renders message 3 otherwise .* data.loss_on=completion, or all"
+        ExitServeError, match=r"renders message [13] otherwise .* data.loss_on=completion, or all"
     ):
         load_chats(recipe.data, tokenizer, 0)
 

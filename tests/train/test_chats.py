@@ -106,7 +106,7 @@ def test_long_chats_are_cut_and_empty_ones_left_out(
     for row in trainer.train_dataset:
         assert len(row["input_ids"]) <= 24
         assert any(label != IGNORED for label in row["labels"][1:])
-    assert "are cut at data.sequence_length=24" in capsys.readouterr().out
+    assert "cut at data.sequence_length=24" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("loss_on", ["completion", "all"])

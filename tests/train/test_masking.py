@@ -4,10 +4,14 @@ Shapes: B rows, T tokens, V vocabulary.
 """
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import load_from_disk
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForMaskedLM
@@ -21,6 +25,8 @@ from exitserve_training.objectives.registry import AnyObjective
 from exitserve_training.objectives.weighted_sum import Objectives
 from exitserve_training.parts import model_parts
 from exitserve_training.tasks import MaskedToken
+
+from ..shapes import BERT, LLAMA
 
 VOCAB, SPECIAL, MASK = 1000, (0, 1, 2, 3), 3
 NUM_LAYERS, EXITS = 4, (1, 2)
@@ -167,3 +173,32 @@ def test_each_depth_is_read_by_the_models_own_head() -> None:
     by_hand = weights @ torch.stack([expected[layer] for layer in DEPTHS])
     torch.testing.assert_close(loss, by_hand, **CLOSE)
     assert "loss_layer_2" in metrics
+
+
+@pytest.mark.parametrize("config", [BERT, LLAMA])
+def test_micro_batches_count_by_their_tokens(
+    make_recipe: Callable[..., Path],
+    short_text: Path,
+    tmp_path: Path,
+    train: Callable[..., int],
+    config: dict[str, Any],
+) -> None:
+    """Six sequences make the same step at once, and as four and the two that an epoch leaves."""
+    still = {} if config is LLAMA else {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    data = {"files": [str(short_text)], "sequence_length": 64, "validation_fraction": 0.6}
+    for size, more in ((6, {}), (4, {"gradient_accumulation_steps": 2})):
+        recipe = make_recipe(
+            config=config | still,
+            data=data,
+            output_dir=str(tmp_path / f"batch-{size}"),
+            objectives=["ce"],
+            # Plain SGD: Adam would hide a wrong scale.
+            training={"num_train_epochs": 2, "per_device_train_batch_size": size, "optim": "sgd"}
+            | {"learning_rate": 0.5, "max_grad_norm": 0, "disable_tqdm": True}
+            | more,
+        )
+        assert train(recipe) == 0
+    whole, split = (load_file(tmp_path / f"batch-{n}" / "model.safetensors") for n in (6, 4))
+    assert len(load_from_disk(str(next((tmp_path / "batch-6/data").glob("*/train"))))) == 6
+    for name, tensor in whole.items():
+        torch.testing.assert_close(split[name], tensor, **CLOSE)

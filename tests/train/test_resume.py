@@ -1,5 +1,7 @@
 """A resumed run makes the same steps as one that was never stopped, or says why it cannot."""
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,11 +69,14 @@ def test_the_learning_rate_of_the_recipe_holds_in_a_resumed_run(
     assert changed in capsys.readouterr().out
     # A run that is finished makes no further step, and leaves what it left.
     weights = load_file(out / "model.safetensors")
+    shutil.copytree(out / "checkpoint-9", out / "checkpoint-12")
+    os.truncate(out / "checkpoint-12" / "model.safetensors", 5000)
     assert train(recipe, "resume=true", "training.learning_rate=0.001") == 0
     printed = capsys.readouterr().out
     assert "the run is finished" in printed
+    assert "-12/model.safetensors' is damaged, so the run goes on from " in printed
     assert "goes by" not in printed
-    assert not list(out.glob("checkpoint-1?"))
+    assert not list(out.glob("checkpoint-1[01]"))
     again = load_file(out / "model.safetensors")
     assert all(torch.equal(tensor, again[name]) for name, tensor in weights.items())
 
@@ -91,8 +96,11 @@ CHANGES = {
 def test_what_cannot_be_resumed_says_so_in_one_line(
     stopped: Callable[..., tuple[Path, Path]], train: Train
 ) -> None:
-    recipe, _ = stopped()
+    recipe, out = stopped()
     for change, reason in CHANGES.items():
         with pytest.raises(ExitServeError, match=reason) as raised:
             train(recipe, "resume=true", change)
         assert "\n" not in str(raised.value)
+    os.truncate(out / "checkpoint-5" / "optimizer.pt", 5000)
+    with pytest.raises(ExitServeError, match=r"checkpoint-5/optimizer\.pt' is damaged; start"):
+        train(recipe, "resume=true")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from exitserve_training.callbacks import ProgressLines, StopOnTerm
@@ -137,7 +137,10 @@ def test_an_interrupted_run_says_how_to_go_on(
         train(recipe)
     assert capsys.readouterr().err == ""
     kept.mkdir(parents=True)
-    (kept / "trainer_state.json").touch()
+    (kept / "trainer_state.json").write_text("{}")
+    save_file({}, kept / "model.safetensors")
+    for name in ("optimizer.pt", "scheduler.pt"):
+        torch.save({}, kept / name)
     with pytest.raises(KeyboardInterrupt):
         train(recipe)
     assert f"{kept}: the same command with resume=true" in capsys.readouterr().err

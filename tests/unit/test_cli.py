@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,12 @@ def test_every_command_has_help(capsys, command: str) -> None:
         main([command, "--help"])
     assert stopped.value.code == 0
     assert len(capsys.readouterr().out) > 300
+
+
+def test_output_that_nobody_reads_ends_quietly() -> None:
+    command = f"{sys.executable} -m exitserve train --schema | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("141\n", "")
 
 
 def test_a_missing_model(capsys) -> None:

@@ -102,8 +102,9 @@ def _messages(messages: Any, name: str, role_of_text: str | None = None) -> list
         return [{"role": role_of_text, "content": messages}]
     given = messages if isinstance(messages, list) else []
     problems = ((n, _problem(message)) for n, message in enumerate(given, start=1))
-    bad = next((f"; message {n} has {what}" for n, what in problems if what), "")
-    if bad or not given:
+    none = f"; it is {shown(messages)}"
+    bad = next((f"; message {n} has {what}" for n, what in problems if what), "" if given else none)
+    if bad:
         text = "" if role_of_text is None else "text or "
         raise ExitServeError(
             f"{name} must be {text}a list of {{role, content}} with a role of "

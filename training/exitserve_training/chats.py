@@ -70,7 +70,8 @@ def load_chats(
     print(f"Held out: {len(held_out):,} of {len(held_out) + len(rows):,} chats.")
     if not rows:
         raise ExitServeError(
-            "no chat is left to train on; lower data.validation_fraction or give more chats."
+            "no chat is left to train on, because one at least is held out; give more chats, a "
+            "lower data.validation_fraction, or data.validation_files."
         )
     sides = datasets.DatasetDict(
         train=datasets.Dataset.from_list(rows),
@@ -178,8 +179,8 @@ def _encoded(
     lost = len(chats) - len(rows)
     if num_cut or lost:
         print(
-            f"Of {len(chats):,} chats, {num_cut:,} are cut at data.sequence_length={length}; "
-            f"{lost:,} have nothing to learn left and are left out."
+            f"Of {len(chats):,} chats, cut at data.sequence_length={length}: {num_cut:,}; left "
+            f"out, because nothing to learn is left: {lost:,}."
         )
     return rows
 
@@ -232,7 +233,11 @@ def _labels_of_turns(
             continue
         before, until = chat.learnt[:number], chat.learnt[: number + 1]
         is_last = len(until) == len(chat.learnt)
-        given = _rendered(chat, before, tokenizer, before_answer=True) if before else []
+        if before:
+            given = _rendered(chat, before, tokenizer, before_answer=True)
+        else:  # few templates render nothing: what any other words would have before them
+            other = {"role": "assistant", "content": f"~{message['content']}"}
+            given = _rendered(chat, [other, *chat.learnt[1:]], tokenizer)
         start = _common(given, tokens)
         whole = tokens if is_last else _rendered(chat, until, tokenizer)
         end = _common(whole, tokens)

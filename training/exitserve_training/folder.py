@@ -1,17 +1,20 @@
 """The folder of a run: checks before it starts, and the checkpoints to resume from."""
 
+import json
+import math
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from exitserve.errors import ExitServeError, shown
 from exitserve_training.provenance import FILE as TRAINING_RUN
 from exitserve_training.provenance import read_training_run
 from exitserve_training.recipe import Recipe
-
-_LAST_WRITTEN = "trainer_state.json"
 
 _KEPT = (
     "model",
@@ -66,20 +69,21 @@ def check_output_dir(recipe: Recipe) -> None:
         )
 
 
-def newest_checkpoint(folder: Path) -> str | None:
+def newest_checkpoint(folder: Path, *, tell: bool = False) -> str | None:
     """The checkpoint to resume from; raises `ExitServeError` where there is none.
 
     None for a run that has written chats, which take longer than any other beginning: it goes on
-    with those.
+    with those. `tell`: whether to print what is wrong with newer ones.
     """
-    complete = _checkpoints(folder)
-    if not complete and (folder / OWN_CHATS).is_file():
-        return None
-    if not complete:
+    whole, faults = _newest_whole(folder)
+    if whole is None and not (folder / OWN_CHATS).is_file():
+        found = f" is whole: {faults[0]}" if faults else ""
         raise ExitServeError(
-            f"resume: no checkpoint in '{folder}'; start the run without resume first."
+            f"resume: no checkpoint in '{folder}'{found}; start the run without resume first."
         )
-    return str(complete[max(complete)])
+    for fault in faults if tell else ():
+        print(f"resume: {fault}, so the run goes on from {whole or 'its chats'}")
+    return None if whole is None else str(whole)
 
 
 def after_failure(folder: Path, step: int) -> str:
@@ -87,12 +91,11 @@ def after_failure(folder: Path, step: int) -> str:
 
     A checkpoint of that very step holds the weights that failed, so an earlier one is named.
     """
-    good = {at: path for at, path in _checkpoints(folder).items() if at < step}
-    if not good:
+    good, _ = _newest_whole(folder, before=step)
+    if good is None:
         return "no earlier checkpoint is kept: lower training.learning_rate and start again."
     return (
-        f"the last good checkpoint is '{good[max(good)]}': lower training.learning_rate and give "
-        f"resume=true."
+        f"the last good checkpoint is '{good}': lower training.learning_rate and give resume=true."
     )
 
 
@@ -105,11 +108,37 @@ def set_aside(folder: Path, step: int) -> None:
         bad.rename(aside)
 
 
-def _checkpoints(folder: Path) -> dict[int, Path]:
-    """Step to checkpoint. The Trainer writes its state last: without it a save was cut short."""
-    written = [state.parent for state in folder.glob(f"checkpoint-*/{_LAST_WRITTEN}")]
-    steps = [path.name.removeprefix("checkpoint-") for path in written]
-    return {int(step): path for step, path in zip(steps, written, strict=True) if step.isdigit()}
+def _newest_whole(folder: Path, before: float = math.inf) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that a run can go on from, and what is wrong with newer ones."""
+    names = {path.name.removeprefix("checkpoint-"): path for path in folder.glob("checkpoint-*")}
+    found = {int(step): path for step, path in names.items() if step.isdigit()}
+    faults: list[str] = []
+    for step in sorted((step for step in found if step < before), reverse=True):
+        fault = _fault(found[step])
+        if fault is None:
+            return found[step], faults
+        faults.append(fault)
+    return None, faults
+
+
+def _fault(checkpoint: Path) -> str | None:
+    """What keeps a run from going on from there: a crash or a full disk cuts files short."""
+    # FSDP has folders instead of files. The Trainer writes its state last.
+    for wanted in ("*model*", "optimizer*", "scheduler.pt", "trainer_state.json"):
+        if not any(checkpoint.glob(wanted)):
+            return f"'{checkpoint}' has no {wanted.strip('*')}"
+    for file in sorted(checkpoint.iterdir()):
+        try:
+            if file.suffix == ".safetensors":
+                with safe_open(file, "np"):
+                    pass
+            elif file.suffix == ".json":
+                json.loads(file.read_bytes())
+            elif file.suffix in (".pt", ".pth") and not zipfile.is_zipfile(file):
+                raise ValueError("cut short")
+        except (OSError, SafetensorError, ValueError):
+            return f"'{file}' is damaged"
+    return None
 
 
 def empty_folder(recipe: Recipe) -> Path:

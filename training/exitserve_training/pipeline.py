@@ -71,7 +71,7 @@ def train(recipe: Recipe) -> TrainingReport | None:
     setup = training_setup(recipe)
     output_dir = Path(recipe.output_dir)
     is_first = arguments.process_index == 0
-    checkpoint = newest_checkpoint(output_dir) if recipe.resume else None
+    checkpoint = newest_checkpoint(output_dir, tell=is_first) if recipe.resume else None
     # The first process prepares the data and writes it down; the others read that.
     prepared = _first_then_others(is_first, functools.partial(prepare, recipe, setup, is_first))
     trainer = _trainer(recipe, setup, prepared, arguments)

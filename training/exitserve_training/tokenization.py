@@ -1,5 +1,6 @@
 """Tokenizers: train a byte-level BPE on the run's documents; what others leave open."""
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -47,6 +48,7 @@ def train_bpe(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT, PAD, *extra.values()],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stdout.isatty(),  # to a pipe it is empty lines, and ends with `head`
     )
     tokenizer.train_from_iterator(texts, trainer)
     if task == "class":

@@ -37,6 +37,9 @@ from exitserve_training.throughput import Throughput
 INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "pixels", "labels")
 """Columns of a data set that a forward pass takes."""
 
+_COUNTED = "counted"
+"""Beside the columns of a micro-batch: how many labels it has."""
+
 
 class MultiExitTraining(MultiExitCheckpoints):
     """What multi-exit training changes in a Trainer: the loss, the evaluation, and checkpoints.
@@ -223,17 +226,33 @@ class MultiExitTraining(MultiExitCheckpoints):
         """The columns of a batch that the forward pass takes."""
         return {name: inputs[name] for name in INPUTS if name in inputs}
 
-    def _share(self, inputs: dict[str, Tensor], num_items: Tensor | int | None) -> Tensor:
-        """What a micro-batch's mean counts for in the whole optimizer step's.
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """The next optimizer step's micro-batches, and what their means are over.
 
-        Batches of chats have unequal numbers of labelled tokens: each counts by its number.
-        Packed sequences have no labels of their own, and the Trainer divides by their number.
+        The Trainer counts labels that the data have; packed sequences have none, those of masked
+        ones are drawn, and the last micro-batch of an epoch may be smaller than the others.
         """
-        if num_items is None or "labels" not in inputs:
+        samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if len(samples) == self.args.world_size == 1:
+            return samples, None
+        for batch in samples:
+            inputs = self._forward_inputs(batch)
+            if self.parts.task == "class":
+                batch[_COUNTED] = torch.tensor(len(inputs["labels"]))
+            else:
+                labels = self.multi_exit.task_inputs(self.state.global_step, inputs).labels
+                batch[_COUNTED] = labels.ne(IGNORED).sum()
+        total = torch.as_tensor(sum(batch[_COUNTED] for batch in samples), device=device)
+        if self.args.average_tokens_across_devices:
+            total = self.accelerator.reduce(total, reduction="sum")
+        return samples, total
+
+    def _share(self, inputs: dict[str, Tensor], num_items: Tensor | int | None) -> Tensor:
+        """What a micro-batch's mean counts for in the whole optimizer step's."""
+        if num_items is None or _COUNTED not in inputs:
             return torch.ones((), device=self.args.device)
-        labels = inputs["labels"][..., 1:] if self._shifts else inputs["labels"]
         processes = self.args.world_size if self.args.average_tokens_across_devices else 1
-        return labels.ne(IGNORED).sum() * processes / torch.as_tensor(num_items).clamp(min=1)
+        return inputs[_COUNTED] * processes / torch.as_tensor(num_items).clamp(min=1)
 
     def _non_finite_error(self, error: NonFiniteLossError) -> NonFiniteLossError:
         """The error that ends the run in every process."""
