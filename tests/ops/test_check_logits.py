@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from exitserve_kernels.exit_check import (
     CRITERIA,
     Criterion,
+    HostReading,
     check_logits,
     finish,
     summarise_logits,
@@ -45,7 +46,7 @@ def test_slices_of_the_vocabulary_come_to_the_whole(
     for start, part in ((0, logits[:, :cut]), (cut, logits[:, cut:])):
         columns = torch.tensor([eos]) - start
         columns = columns[(columns >= 0) & (columns < part.shape[1])]
-        parts.append(summarise_logits(part, end_tokens=columns))
+        parts.append(summarise_logits(part, criterion=criterion, end_tokens=columns))
     joined = finish(
         torch.stack(parts, dim=1),
         half,
@@ -96,21 +97,21 @@ def test_of_the_margin_too(rows: list[list[float]], eos: int, copies: int) -> No
 def test_a_host_reads_the_same(rows: list[list[float]], criterion: Criterion) -> None:
     width = min(map(len, rows))
     logits = torch.tensor([row[:width] for row in rows])
-    tokens, confidence = read(logits, criterion).tolist()
+    found = HostReading.of(read(logits, criterion))
     whole = check_logits(logits, torch.zeros(len(rows)), criterion=criterion)
     # Both are float32, computed in another order.
-    assert confidence == pytest.approx(whole.confidence.tolist(), abs=1e-6)
+    assert found.confidence == pytest.approx(whole.confidence.tolist(), abs=1e-6)
     chances = logits.softmax(dim=-1)
-    best = [row[int(token)] for row, token in zip(chances.tolist(), tokens, strict=True)]
+    best = [row[token] for row, token in zip(chances.tolist(), found.tokens, strict=True)]
     assert best == chances.amax(dim=-1).tolist()
 
 
 @pytest.mark.parametrize("criterion", CRITERIA)
 def test_a_host_reads_what_cannot_be_read(criterion: Criterion) -> None:
-    found = read(torch.tensor([[torch.nan, 1.0], [torch.inf, 0.0]]), criterion)
-    assert found[1].isnan().all()
-    assert read(torch.ones(1, 1), criterion).tolist() == [[0], [1.0]]
-    assert read(torch.zeros(0, 5), criterion).tolist() == [[], []]
+    found = HostReading.of(read(torch.tensor([[torch.nan, 1.0], [torch.inf, 0.0]]), criterion))
+    assert all(math.isnan(one) for one in found.confidence)
+    assert HostReading.of(read(torch.ones(1, 1), criterion)) == ([0], [1.0])
+    assert HostReading.of(read(torch.zeros(0, 5), criterion)) == ([], [])
 
 
 @pytest.mark.parametrize("criterion", CRITERIA)

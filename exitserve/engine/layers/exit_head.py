@@ -41,6 +41,7 @@ from exitserve_kernels.exit_check import (
     Decision,
     ExitCheck,
     Head,
+    HostReading,
     check_logits,
     criterion_of,
     finish,
@@ -73,7 +74,7 @@ class HeadReading(nn.Module):
         self.compute_logits, self.criterion = compute_logits, criterion
 
     def forward(self, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [N, K] of normed states [N, D]; tokens and confidences [2, N] (`read`)."""
+        """Logits [N, K] of normed states [N, D]; tokens and confidences [2, N] (`HostReading`)."""
         logits = self.compute_logits(normed)
         return logits, read(logits, self.criterion)
 
@@ -228,7 +229,7 @@ class ExitHead:
         self.prepare(normed.device)
         if self._is_plain:
             logits, columns = self._reading(normed)
-            tokens, confidence = columns[:, : len(limits)].tolist()
+            tokens, confidence = HostReading.of(columns[:, : len(limits)])
             exits = [
                 found > _rounded(end if ends else other)
                 for found, ends, (other, end) in zip(
@@ -240,7 +241,7 @@ class ExitHead:
         found, logits = self._check_slices(normed, *thresholds.unbind(dim=-1))
         return found.exits.tolist(), logits
 
-    def _end(self, tokens: Sequence[float], limits: Sequence[Limits], logits: Tensor) -> list[bool]:
+    def _end(self, tokens: Sequence[int], limits: Sequence[Limits], logits: Tensor) -> list[bool]:
         """[N] whether the most likely tokens end the text, or tie with one that does."""
         found = [token in self._end_places for token in tokens]
         # Two that tie have no margin, so it does not matter which of them is the token.
@@ -282,7 +283,9 @@ class ExitHead:
             return self._nothing.repeat(len(normed), 1), normed.new_empty(len(normed), 0)
         if self._readable is None:
             logits = self._read(normed)
-            return summarise_logits(logits, end_tokens=self._ends, first_token=first), logits
+            return summarise_logits(
+                logits, criterion=self._criterion, end_tokens=self._ends, first_token=first
+            ), logits
         width = self.width if self.rows is None else len(self.rows)
         logits = normed.new_empty(len(normed), width)
         logits[:, self._readable.columns :] = -torch.inf

@@ -28,6 +28,7 @@ __all__ = [
     "Decision",
     "ExitCheck",
     "Head",
+    "HostReading",
     "check_logits",
     "criterion_of",
     "finish",
@@ -54,6 +55,21 @@ class Decision(NamedTuple):
     """[B] float32; NaN where a logit is NaN or infinite."""
     exits: Tensor
     """[B] bool: confidence above the row's threshold; False where it is NaN."""
+
+
+class HostReading(NamedTuple):
+    """What the logits of some rows say, for a host that decides."""
+
+    tokens: list[int]
+    """[B] the most likely of each."""
+    confidence: list[float]
+    """[B]; NaN where a logit is NaN or infinite."""
+
+    @classmethod
+    def of(cls, read: Tensor) -> HostReading:
+        """As numbers of Python's, what `reference.read` found [2, B]."""
+        tokens, confidence = read.tolist()
+        return cls([int(token) for token in tokens], confidence)
 
 
 class ExitCheck(NamedTuple):
@@ -100,19 +116,30 @@ def summarise_slice(
     return fused.summarise(rows, head, first_token, logits)
 
 
-def summarise_logits(logits: Tensor, *, end_tokens: Tensor, first_token: int = 0) -> Tensor:
+def summarise_logits(
+    logits: Tensor,
+    *,
+    criterion: Criterion = "max_prob",
+    end_tokens: Tensor | None = None,
+    first_token: int = 0,
+) -> Tensor:
     """Summarises one slice from logits that exist already: [B, 6] float32.
 
     For heads whose product a library computes: packed for a CPU, quantised. Always in PyTorch.
+    Fields that the criterion does not need are NaN.
 
     Args:
         logits: [B, V] of a slice; not modified.
-        end_tokens: [K] columns of end-of-sequence tokens.
+        criterion: as in `finish`.
+        end_tokens: [K] columns of end-of-sequence tokens; required if `finish` is given
+            `end_thresholds`.
         first_token: id of the slice's first token.
+
+    Raises:
+        ValueError: the criterion is unknown.
     """
-    ends = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
-    ends[end_tokens] = True
-    return reference.stacked(reference.fields_of(logits.float(), ends, first_token))
+    criterion_of(criterion)
+    return reference.stacked(reference.of_written(logits, criterion, end_tokens, first_token))
 
 
 def check_logits(
@@ -125,7 +152,7 @@ def check_logits(
 ) -> Decision:
     """Checks logits [B, V] of the whole vocabulary that exist already.
 
-    `end_tokens` are columns [K] of end-of-sequence tokens; other arguments as in `finish`.
+    Arguments as in `summarise_logits` and `finish`.
 
     Raises:
         ValueError: the criterion is unknown.

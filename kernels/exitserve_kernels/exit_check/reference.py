@@ -20,11 +20,11 @@ class Fields(NamedTuple):
     """The sum of exp(x - m)."""
     token: Tensor
     """The first token whose logit is m (exact up to 2^24)."""
-    second: Tensor
+    second: Tensor | None
     """The second greatest logit."""
-    weighted: Tensor
+    weighted: Tensor | None
     """The sum of (x - m) exp(x - m)."""
-    end: Tensor
+    end: Tensor | None
     """The greatest logit of an end-of-sequence token."""
 
 
@@ -103,6 +103,31 @@ def fields_of(logits: Tensor, ends: Tensor | None = None, first_token: int = 0) 
     return Fields(top, sums[0], token + first_token, others.amax(dim=-1), sums[1], end)
 
 
+def of_written(logits: Tensor, criterion: str, ends: Tensor | None, first_token: int = 0) -> Fields:
+    """The fields for logits [B, V] of any type that exist already: the fast form on a CPU.
+
+    Computes only what `criterion` needs, with few calls and little new memory. `ends` are columns
+    [K], `first_token` the id of the first.
+    """
+    top, token = logits.max(dim=-1)
+    # One copy, modified in place: new memory costs more here than the arithmetic.
+    scores = logits.to(torch.float32, copy=True).sub_(top[:, None])
+    second = weighted = end = None
+    if criterion == "margin":
+        second = logits.topk(2, dim=-1).values[:, 1] if logits.shape[1] > 1 else top - math.inf
+    if criterion == "entropy":
+        powers = scores.exp()
+        total = powers.sum(dim=-1)
+        # 0 times infinity: a logit of -inf adds nothing.
+        finite = scores.clamp_(min=torch.finfo(torch.float32).min)
+        weighted = powers.mul_(finite).sum(dim=-1)
+    else:
+        total = scores.exp_().sum(dim=-1)
+    if ends is not None:
+        end = logits[:, ends].amax(dim=-1) if len(ends) else top - math.inf
+    return Fields(top, total, token + first_token, second, weighted, end)
+
+
 def decided_by_logits(
     logits: Tensor,
     thresholds: Tensor,
@@ -123,7 +148,7 @@ def decided_by_logits(
         best = chances.topk(2, dim=-1).values
         confidence = best[:, 0] - best[:, 1]
     else:
-        confidence = 1.0 - torch.special.entr(chances).sum(dim=-1) / math.log(vocab_size)
+        confidence = _certainty(chances)
     if end_thresholds is not None and ends is not None and len(ends):
         # By chances, since the greatest of bfloat16 logits takes as long as their softmax.
         at_end = chances[:, ends].amax(dim=-1) == greatest
@@ -143,9 +168,16 @@ def read(logits: Tensor, criterion: str) -> Tensor:
     return torch.stack([fields.token.double(), confidence.double()])
 
 
+def _certainty(chances: Tensor) -> Tensor:
+    """1 - entropy / log V of chances [B, V]."""
+    certainty: Tensor = 1.0 - torch.special.entr(chances).sum(dim=-1) / math.log(chances.shape[1])
+    return certainty
+
+
 def stacked(fields: Fields) -> Tensor:
-    """The summary [B, 6]."""
-    return torch.stack([one.float() for one in fields], dim=-1)
+    """The summary [B, 6]; fields that are None become NaN."""
+    unknown = torch.full_like(fields.total, math.nan)
+    return torch.stack([unknown if one is None else one.float() for one in fields], dim=-1)
 
 
 def join(summaries: Tensor) -> Tensor:
@@ -184,6 +216,7 @@ def decided(
     """The confidence [B], and whether it is above the threshold for the row's top token [B]."""
     confidence = confidence_of(fields, criterion, vocab_size)
     if end_thresholds is not None:
+        assert fields.end is not None, "end_thresholds need end-of-sequence tokens"
         thresholds = torch.where(fields.end == fields.top, end_thresholds, thresholds)
     return confidence, confidence > thresholds
 
@@ -194,6 +227,8 @@ def confidence_of(fields: Fields, criterion: str, vocab_size: int) -> Tensor:
     if criterion == "max_prob":
         return total.reciprocal()
     if criterion == "margin":
-        return (1.0 - torch.exp(second - top)) / total
+        assert second is not None
+        return (1.0 - torch.exp(second.float() - top.float())) / total
+    assert weighted is not None
     entropy = torch.log(total) - weighted / total
     return 1.0 - entropy / math.log(max(vocab_size, 2))
