@@ -172,8 +172,10 @@ def shape_of(config: Mapping[str, Any], dtype: str) -> DecoderShape:
         The shape, with the exit rows that `exitserve calibrate` makes for it.
 
     Raises:
-        ExitServeError: a size is missing or not a positive whole number.
+        ExitServeError: a size is missing or not a positive whole number, or the dtype is unknown.
     """
+    if dtype not in DTYPE_BYTES:
+        raise ExitServeError(f"dtype {dtype!r} is unknown; allowed: {', '.join(DTYPE_BYTES)}.")
     plain = "n_embd" in config
     if plain:
         config = {name: config.get(old) for name, old in _GPT2_NAMES.items()}
@@ -221,7 +223,15 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
 
 
 def step_bytes(shape: DecoderShape, step: DecodeStep) -> int:
-    """Least bytes that one decode step reads; the formula is in the module's header."""
+    """Least bytes that one decode step reads; the formula is in the module's header.
+
+    Raises:
+        ValueError: depths and contexts differ in length, or a depth lies outside 1..L.
+    """
+    if len(step.depths) != len(step.contexts):
+        raise ValueError(f"{len(step.depths)} depths but {len(step.contexts)} contexts.")
+    if not all(1 <= depth <= shape.num_layers for depth in step.depths):
+        raise ValueError(f"depths {step.depths} must lie in 1..{shape.num_layers}.")
     deepest = max(step.depths, default=0)
     weights = deepest * shape.layer_bytes
     weights += (shape.num_layers - deepest) * shape.kv_projection_bytes

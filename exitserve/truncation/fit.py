@@ -87,7 +87,7 @@ def sizes_of(config: Mapping[str, Any], tensors: Iterable[StoredTensor], dtype: 
     """Sums up the sizes of a checkpoint's tensors.
 
     Raises:
-        ExitServeError: the config lacks a size.
+        ExitServeError: the config lacks a size, or the dtype is unknown.
     """
     kv_token = shape_of(config, dtype).kv_token_bytes
     tied = config.get("tie_word_embeddings", config.get("model_type") in _TIED_BY_DEFAULT)

@@ -1,7 +1,9 @@
 """What the dispersion losses are for; `table.py` compares their values."""
 
+import pytest
 import torch
 
+from exitserve.errors import ExitServeError
 from exitserve_training.losses import dispersion, mean_cosine
 
 
@@ -17,3 +19,9 @@ def test_dispersion_opens_a_cone() -> None:
         dispersion(z).backward()
         optimizer.step()
     assert mean_cosine(z) < 0.1
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (0, 4, 8)])
+def test_states_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ExitServeError, match="expected"):
+        dispersion(torch.ones(shape))

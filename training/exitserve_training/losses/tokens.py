@@ -6,6 +6,8 @@ Shapes: B rows (sequences), T tokens, D hidden.
 import torch
 from torch import Tensor
 
+from exitserve.errors import ExitServeError
+
 IGNORED = -100
 """The label of a token that has no target, as everywhere in Hugging Face."""
 
@@ -20,9 +22,17 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def counted_states(z: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """States, at least float32, with zeros where they do not count; and bool [B, T]: which do."""
-    assert z.dim() == 3 and z.numel() > 0, "states are [B, T, D], none of them 0"
-    assert mask is None or mask.shape == z.shape[:2], "a mask is [B, T]"
+    """Returns z, at least float32, with zeros where it does not count; and bool [B, T]: what does.
+
+    Raises:
+        ExitServeError: z is not [B, T, D], or mask is not [B, T].
+    """
+    if z.dim() != 3 or z.numel() == 0 or (mask is not None and mask.shape != z.shape[:2]):
+        masked = "no mask" if mask is None else f"a mask of shape {tuple(mask.shape)}"
+        raise ExitServeError(
+            f"hidden states have shape {tuple(z.shape)}, with {masked}; expected [B, T, D], none "
+            f"of them 0, and [B, T]."
+        )
     counted = torch.ones_like(z[..., 0], dtype=torch.bool) if mask is None else mask.bool()
     # Filled, not multiplied: padding may hold NaN, and 0 * NaN is NaN.
     return at_least_float32(z).where(counted[..., None], 0.0), counted
