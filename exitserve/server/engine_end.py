@@ -7,7 +7,12 @@ the number of open requests would send it all that come.
 """
 
 import asyncio
+import threading
+import time
 from typing import Any
+
+DOOR_EMPTIES_S = 1.0
+"""From the last request that is let in until its engine has it: long enough to tokenize it."""
 
 
 class EngineEnd:
@@ -29,12 +34,16 @@ class EngineEnd:
             state: of the app, which turns away all that comes from then on.
         """
         shutdown, loop = engine_client.shutdown, asyncio.get_running_loop()
+        loops_thread = threading.get_ident()
 
         def noted(*args: Any, **options: Any) -> None:
             if not self._told_to_stop:
+                self._told_to_stop = True
                 self.failed = bool(engine_client.errored)
                 loop.call_soon_threadsafe(_turn_away, state)
-            self._told_to_stop = True
+                # vLLM calls from a thread of its own, so that the server goes on.
+                if not self.failed and threading.get_ident() != loops_thread:
+                    time.sleep(DOOR_EMPTIES_S)
             shutdown(*args, **options)
 
         engine_client.shutdown = noted

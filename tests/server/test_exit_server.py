@@ -252,7 +252,10 @@ def test_an_engine_that_ends_before_its_server_has_failed(server: Any, dies_firs
         http = SimpleNamespace(servers=[listener])
         end.watch(engine, SimpleNamespace(exitserve=made, server=http))
         engine.errored = dies_first
-        engine.shutdown(timeout=0)
+        stopping = asyncio.create_task(asyncio.to_thread(engine.shutdown, timeout=0))
+        await asyncio.sleep(0.2)  # what is inside the door reaches the engine first
+        assert bool(engine.stopped) == dies_first
+        await stopping
         engine.shutdown(timeout=0)  # vLLM's, at the end of the server
         assert end.failed == dies_first
         assert engine.stopped == 2
