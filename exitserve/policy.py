@@ -40,6 +40,10 @@ DRAFT_SOURCES: dict[str, tuple[str, ...]] = {
 NUM_DRAFTS = 8
 """Most tokens drafted in a row, by default."""
 
+NUMBERS = (int, float)
+"""Types of thresholds, and none derived from them: booleans mean something else, and numpy's do not
+reach vLLM's engine, which would wait for the request for ever."""
+
 NEVER = math.inf
 """A threshold no confidence passes."""
 ALWAYS = -1.0
@@ -326,8 +330,7 @@ class ExitRules:
 
     def _by_target(self, target: Any, mode: Mode) -> ExitPolicy:
         """The policy that promises an agreement; full depth where no thresholds promise it."""
-        fine = isinstance(target, int | float) and not isinstance(target, bool)
-        if not fine or not 0 < target < 1:
+        if type(target) not in NUMBERS or not 0 < target < 1:
             raise ExitServeError(
                 f"exit_target must be a number above 0 and below 1, such as 0.98, not "
                 f"{shown(target)}."
@@ -363,7 +366,7 @@ class ExitRules:
             return ExitPolicy.off()
 
     def _check_layer(self, layer: Any) -> int:
-        if isinstance(layer, bool) or not isinstance(layer, int):
+        if type(layer) is not int:
             raise ExitServeError(f"exit_layer must be a whole number, not {shown(layer)}.")
         if layer not in self.exit_layers:
             allowed = ", ".join(map(str, self.exit_layers)) or "none: this model has no exit layers"
@@ -378,11 +381,10 @@ def check_threshold(value: Any, name: str = "exit_threshold") -> float:
     """Returns a threshold as float.
 
     Raises:
-        ExitServeError: `value` is not a finite number above 0 (booleans do not count).
+        ExitServeError: `value` is not a finite number above 0, of `NUMBERS`.
     """
-    fine = isinstance(value, int | float) and not isinstance(value, bool)
     # `value < inf` rather than math.isfinite, which overflows on huge integers.
-    if not fine or not 0 < value < math.inf:
+    if type(value) not in NUMBERS or not 0 < value < math.inf:
         raise ExitServeError(
             f"{name} must be a finite number above 0 (1 or more: never exit), not {shown(value)}."
         )

@@ -9,7 +9,9 @@ from typing import Any
 from exitserve.errors import ExitServeError, shown
 
 MAX_TRACES = 4096
-"""Traces kept for collection, so abandoned streams cost no memory.
+MAX_TRACED_TOKENS = 1_000_000
+"""Traces and their tokens (120 bytes each) that are kept for collection: nobody comes for those of
+clients that hung up.
 
 Those go first that have not grown for longest: a request that runs adds to its own in every step.
 """
@@ -76,6 +78,7 @@ class Recorder:
         self.final_heads = 0
         """Times the whole LM head was read for the sampler."""
         self._traces: Traces = OrderedDict()
+        self._traced_tokens = 0
 
     def count_checks(self, layer: int, checks: int, passed: int) -> None:
         """Counts one exit check over `checks` tokens of which `passed` exited."""
@@ -98,7 +101,12 @@ class Recorder:
         """Keeps the depth of generated token `index` of a request, and the source of the draft that
         it was, under each of `keys`."""
         for one in keys:
-            _of(self._traces, one, request_id)[index] = depth, source
+            found = self._traces.setdefault(one, {}).setdefault(request_id, {})
+            self._traced_tokens += index not in found
+            found[index] = depth, source
+            self._traces.move_to_end(one)
+        while len(self._traces) > MAX_TRACES or self._traced_tokens > MAX_TRACED_TOKENS:
+            self.take_traces(next(iter(self._traces)))
 
     def take_traces(self, key: str) -> dict[str, dict[int, tuple[int, str]]]:
         """Removes and returns what was traced under `key` since the last call.
@@ -106,23 +114,16 @@ class Recorder:
         Returns:
             Request id to index of a generated token to its depth and source.
         """
-        return self._traces.pop(key, {})
+        found = self._traces.pop(key, {})
+        self._traced_tokens -= sum(map(len, found.values()))
+        return found
 
     def snapshot(self) -> dict[str, Any]:
         """All counts, as plain JSON-ready values."""
-        counts = {name: value for name, value in vars(self).items() if name != "_traces"}
+        counts = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return counts | {
             "exit_layers": list(self.exit_layers),
             "tokens_by_depth": dict(enumerate(self.tokens_by_depth[1:], start=1)),
             "checks": dict(self.checks),
             "passed": dict(self.passed),
         }
-
-
-def _of(traces: Traces, key: str, request_id: str) -> dict[int, tuple[int, str]]:
-    """What is kept of one request under a key, from now on the last to be dropped."""
-    found = traces.setdefault(key, {}).setdefault(request_id, {})
-    traces.move_to_end(key)
-    while len(traces) > MAX_TRACES:
-        traces.popitem(last=False)
-    return found

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy import float64
 
 from exitserve.checkpoint.calibration import ModeCalibration, OperatingPoint
 from exitserve.errors import LONGEST_LINE, ExitServeError
@@ -49,7 +50,8 @@ def test_salts_are_equal_exactly_when_policies_are(a: float, b: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["0.5", "high", -0.5, 0, 0.0, math.nan, math.inf, -math.inf, True, False, [0.5], {}]
+    "value",
+    ["0.5", "x", -0.5, 0, 0.0, math.nan, math.inf, -math.inf, True, False, [0.5], {}, float64(0.5)],
 )
 def test_bad_thresholds_are_named(value: object) -> None:
     with pytest.raises(ExitServeError, match="exit_threshold must be a finite number above 0"):

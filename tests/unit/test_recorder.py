@@ -75,6 +75,18 @@ def test_requests_that_run_keep_their_traces(running: int, steps: list[int]) -> 
     assert sum(bool(recorder.take_traces(f"left-{one}")) for one in range(begun)) <= MOST
 
 
+def test_what_nobody_collects_takes_little_memory() -> None:
+    """However long the answers were whose clients hung up."""
+    recorder = Recorder(6, (2,))
+    with patch("exitserve.engine.recorder.MAX_TRACED_TOKENS", 100):
+        for number in range(9):
+            for index in 2 * [*range(30)]:
+                recorder.trace([f"left-{number}"], "a", index=index, depth=2)
+            recorder.take_traces(f"left-{number - 5}")
+    kept = [number for number in range(9) if recorder.take_traces(f"left-{number}")]
+    assert kept == [6, 7, 8]
+
+
 @pytest.mark.parametrize("value", [2, -1, 0.5, "key", [True], "x" * 100_000])
 def test_a_trace_is_asked_for_with_true(value: object) -> None:
     with pytest.raises(ExitServeError, match="exit_trace must be true or false") as caught:

@@ -159,7 +159,8 @@ class DraftingRunner(CPUModelRunner):
             found = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         finally:
             self.speculative_config = speculation
-        judged = self._requests.begin(num_scheduled_tokens.tolist(), drafts, found[0])
+        new = {one.req_id for one in scheduler_output.scheduled_new_reqs}
+        judged = self._requests.begin(num_scheduled_tokens.tolist(), drafts, found[0], new)
         self.get_model().drafting.judge(judged)  # type: ignore[union-attr, operator]
         return found
 

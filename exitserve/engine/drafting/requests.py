@@ -10,7 +10,7 @@ Shapes: B rows, T tokens, S sampled positions (B and all drafts), K drafts at mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -138,7 +138,11 @@ class RowRequests(DraftingRequests):
         draft is accepted."""
 
     def begin(
-        self, scheduled: Sequence[int], drafts: Mapping[str, Sequence[int]], places: Tensor
+        self,
+        scheduled: Sequence[int],
+        drafts: Mapping[str, Sequence[int]],
+        places: Tensor,
+        new: Collection[str],
     ) -> Judged | None:
         """Takes a pass; returns its sampled positions if a token may be final.
 
@@ -146,6 +150,7 @@ class RowRequests(DraftingRequests):
             scheduled: [B] tokens of each row.
             drafts: by vLLM's internal id.
             places: [S] of the sampled positions in the pass.
+            new: internal ids that begin, also those of sessions, which go on with other parameters.
         """
         batch = self._runner.input_batch
         computed = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
@@ -154,14 +159,14 @@ class RowRequests(DraftingRequests):
         for row, name in enumerate(batch.req_ids):
             count = len(drafts.get(name, ()))
             index = computed[row] + scheduled[row] - count - prompts[row]
-            self._rows.append((self._in_row(row, name), count, index))
+            self._rows.append((self._in_row(row, name, new), count, index))
         self._judged = self._judge(places)
         return self._judged
 
-    def _in_row(self, row: int, name: str) -> Request:
+    def _in_row(self, row: int, name: str, new: Collection[str]) -> Request:
         """The request that is in a row now."""
         request = self.get(row, name)
-        if request is None:
+        if request is None or name in new:
             state = self._runner.requests[name]
             request = self.read(state.sampling_params, state.prompt_token_ids, name)
             self._by_number[row] = request

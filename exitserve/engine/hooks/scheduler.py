@@ -41,6 +41,12 @@ class _Salted:
     def add_request(self, request: Any) -> None:
         """Salts the request's block hashes with its policy, then schedules it."""
         params = request.sampling_params
+        if params is not None and request.resumable:
+            # Of a session, to which vLLM's streaming input adds prompts: its next policy would read
+            # what this one wrote, under the salt of the first.
+            given = params.extra_args or {}
+            own = {name: one for name, one in given.items() if not name.startswith("exit_")}
+            params.extra_args = own | {"exit_mode": "off"}
         if params is not None and request.request_id not in self.requests:
             salt = joint_salt(policy_of(params, self._exit_rules), request.cache_salt)
             if salt != request.cache_salt:
