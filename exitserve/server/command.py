@@ -135,6 +135,8 @@ def _add_exits(parser: argparse.ArgumentParser) -> None:
     )
 
 
+# Before the message of pydantic's error about vLLM's options, and behind it.
+_AROUND_REASONS = re.compile(r"^1 validation error for \w+ (Value error, )?| \[type=.*")
 MAY_LOSE = (
     "exitserve: tokens exit as requests ask, also where many requests run together and full depth "
     "would be faster; `exitserve plan` tells where that is."
@@ -191,7 +193,7 @@ def serve(args: argparse.Namespace) -> int:
     except (KeyError, ValueError) as error:  # flags that vLLM rejects before loading the model
         if isinstance(error, KeyError) and "parser" not in str(error):
             raise
-        message = " ".join(str(error).split())
+        message = _AROUND_REASONS.sub("", " ".join(str(error).split()))
         raise ExitServeError(f"vLLM cannot serve this: {message}") from error
     except RuntimeError as error:
         if not any(words in str(error) for words in DIED):

@@ -119,6 +119,18 @@ def test_a_flag(serve, flags: str, feature: str, reason: str) -> None:
     assert error.splitlines()[-1] == line
 
 
+def test_an_option_that_vllm_refuses_when_it_starts(serve, monkeypatch) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    async def run_server(args: Any) -> None:
+        AsyncEngineArgs.from_cli_args(args).create_engine_config()
+
+    monkeypatch.setattr("vllm.entrypoints.cli.serve.run_server", run_server)
+    code, _, error = serve("--max-model-len", "99999")
+    assert code == 2 and "cannot serve this: User-specified max_model_len (99999) is" in error
+    assert "input_value" not in error
+
+
 @pytest.mark.parametrize(
     "flags",
     [
