@@ -36,10 +36,13 @@ lint: types
 # we import, subclass and call of either. For the next one: `make types VLLM_OF_GPUS=0.34.0`.
 VLLM_OF_GPUS := 0.33.0
 SOURCES := .cache/vllm-$(VLLM_OF_GPUS)
+# Most of these run by hand or on a GPU: types tell what has moved since.
+SCRIPTS := benchmarks benchmarks/gpu benchmarks/ops benchmarks/papers docs
 types: setup $(SOURCES)
 	$(BIN)/mypy
 	[ -d $(SOURCES)/.mypy ] || cp -r .mypy_cache $(SOURCES)/.mypy  # torch takes longest
 	MYPYPATH=$(SOURCES) $(BIN)/mypy --cache-dir $(SOURCES)/.mypy
+	for folder in $(SCRIPTS); do MYPYPATH=$$folder $(BIN)/mypy $$folder/*.py || exit 1; done
 
 $(SOURCES): | $(READY)
 	$(BIN)/python requirements/vllm_sources.py $(VLLM_OF_GPUS) $@

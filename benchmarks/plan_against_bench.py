@@ -122,7 +122,7 @@ def _seconds(case: Mapping[str, Any], costs: StepCosts) -> float:
         left = tokens[str(layer)] / (tokens[str(layer)] + tokens[str(full)])
         return expected_seconds(costs, batch, {layer: left}, compacts=True)
     # Unconditional exits of all rows: no checks, one head.
-    layer = case["exit_layer"]
+    layer = int(case["exit_layer"])
     run = costs.rest(batch) + costs.exits(batch) + layer * costs.layer(batch) + costs.head(batch)
     return run + (costs.num_layers - layer) * costs.fill(batch)
 

@@ -15,9 +15,10 @@ import copy
 import gc
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import datasets
 import torch
@@ -148,7 +149,8 @@ def _data(options: argparse.Namespace) -> dict[str, Any]:
 
 def _trained(options: argparse.Namespace, way: str) -> str:
     """The directory of the model that a way makes of `options.model`."""
-    model, deepest = options.model, options.exits[::-1]
+    model: str = options.model
+    deepest = options.exits[::-1]
     stages = [options.exits]
     if WAYS[way].get("stages"):
         stages = [sorted(deepest[: count + 1]) for count in range(len(deepest))]
@@ -156,16 +158,11 @@ def _trained(options: argparse.Namespace, way: str) -> str:
         steps = options.steps // len(stages)
         out = options.out / f"{[*WAYS].index(way)}-{number}"
         recipe = parse_recipe(_recipe(options, way, model, out, exits, steps))
-        with slow_embeddings() if WAYS[way].get("slow_embeddings") else _as_it_is():
+        with slow_embeddings() if WAYS[way].get("slow_embeddings") else nullcontext():
             train(recipe)
         model = str(out)
         gc.collect()
     return model
-
-
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
 
 
 @contextmanager
@@ -184,11 +181,8 @@ def slow_embeddings() -> Iterator[None]:
                 optimizer.add_param_group({**group, "params": [weight], "lr": rate})
         return optimizer
 
-    MultiExitTraining.create_optimizer = create
-    try:
+    with patch.object(MultiExitTraining, "create_optimizer", create):
         yield
-    finally:
-        MultiExitTraining.create_optimizer = usual
 
 
 def _held_out(options: argparse.Namespace) -> Tensor:
@@ -207,13 +201,14 @@ def _held_out(options: argparse.Namespace) -> Tensor:
 def measured(path: str, original: str, exits: list[int], rows: Tensor) -> dict[str, Any]:
     """By depth: the loss in nats, and the share of the original's greedy tokens at full depth."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    models = [
-        AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32).to(device).eval()
-        for one in (path, original)
+    models: list[Any] = [
+        AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32) for one in (path, original)
     ]
+    for model in models:
+        model.to(device).eval()
     last = models[0].config.num_hidden_layers
     sums: dict[int, Tensor] = {}
-    for batch in rows.to(device).split(16):
+    for batch in rows.to(device).split(16):  # type: ignore[no-untyped-call]
         taught = models[1](batch, use_cache=False).logits[:, :-1].argmax(-1)
         parts = decoder_parts(models[0])
         with capture_outputs(parts.layers, [*exits, last], hidden_of) as states:

@@ -72,7 +72,7 @@ def tokenizer_of_words(folder: Path, texts: Sequence[str]) -> str:
     words.pre_tokenizer = WhitespaceSplit()
     trainer = WordLevelTrainer(vocab_size=32_000, special_tokens=["<unknown>", "<end>"])
     words.train_from_iterator(texts, trainer)
-    wrapped = PreTrainedTokenizerFast(
+    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=words, unk_token="<unknown>", eos_token="<end>"
     )
     wrapped.save_pretrained(folder)

@@ -65,7 +65,7 @@ class _Nodes:
         if depth == len(self._streams):
             # Not one of PyTorch's, which others could have been given too.
             (made,) = _checked(driver.cuStreamCreate(1))
-            self._streams.append(torch.cuda.ExternalStream(int(made)))
+            self._streams.append(torch.cuda.ExternalStream(int(made)))  # type: ignore[no-untyped-call]
         around = torch.cuda.current_stream()
         stream = driver.CUstream(around.cuda_stream)
         graph = _captured(stream)[0]
@@ -159,7 +159,7 @@ def setter_code() -> bytes:
         nvrtc.nvrtcGetProgramLog(program, log)
         raise RuntimeError(log.decode())
     (size,) = _checked(nvrtc.nvrtcGetPTXSize(program))
-    code = b" " * size
+    code: bytes = b" " * size
     _checked(nvrtc.nvrtcGetPTX(program, code))
     return code
 

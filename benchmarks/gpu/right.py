@@ -340,6 +340,7 @@ def small_model(folder: Path) -> Path:
     torch.manual_seed(0)
     config = AutoConfig.for_model("llama", **SMALL)
     target = folder / "small"
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(target)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model.save_pretrained(target)
     write_multi_exit(target, MultiExit(exit_layers=EXIT_LAYERS))
     return target

@@ -48,7 +48,7 @@ def _unpack(file: Path, out: Path) -> None:
     config = read.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # with it, weights could not be saved
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     model.load_state_dict(read.state_dict())
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(file.parent, **given).save_pretrained(out)
@@ -73,7 +73,7 @@ def tiny_chat_model(text: Path, out: Path) -> None:
     found.train_from_iterator(
         [text.read_text(encoding="utf-8"), "system user assistant\n"], trainer
     )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=found, eos_token=_MARKS[2])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=found, eos_token=_MARKS[2])  # type: ignore[no-untyped-call]
     tokenizer.chat_template = _CHATML
     tokenizer.save_pretrained(out)
     config = LlamaConfig(
@@ -91,7 +91,7 @@ def tiny_chat_model(text: Path, out: Path) -> None:
         eos_token_id=2,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        model.get_input_embeddings().weight[2] *= _END
+        model.model.embed_tokens.weight[2] *= _END
     model.save_pretrained(out)

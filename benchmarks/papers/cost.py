@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import gc
 import json
 import re
@@ -36,6 +35,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,7 @@ class Bench:
             vocab_size=size.vocabulary,
             max_position_embeddings=size.tokens,
         )
-        self.model = LlamaForCausalLM(config)
+        self.model = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
         self.input_ids = torch.randint(size.vocabulary, (size.rows, size.tokens))
         self.optimizer = torch.optim.AdamW(list(self.model.parameters()), lr=1e-5, fused=True)
         self.folder = tempfile.TemporaryDirectory(prefix="exitserve-cost-")
@@ -163,16 +163,9 @@ class Bench:
         forward = self._installed(case)
         if case.checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        seconds = [
-            self._timed(
-                lambda step=step: self.model(
-                    input_ids=self.input_ids, exit_pass=ExitPass(step, total_steps=100)
-                )[0]
-            )
-            for step in range(case.steps)
-        ]
+        seconds = [self._timed(partial(self._loss, step)) for step in range(case.steps)]
         forward.remove()
-        self.model.gradient_checkpointing_disable()
+        self.model.gradient_checkpointing_disable()  # type: ignore[no-untyped-call]
         return statistics.mean(seconds)
 
     def _installed(self, case: Case) -> MultiExitForward:
@@ -205,10 +198,15 @@ class Bench:
             skipping = SkipSampler(recipe.exit_aware, case.exit_layers, self.size.layers, 0)
         return MultiExitForward(self.model, parts, objectives, (self.size.layers,), skipping)
 
+    def _loss(self, step: int) -> torch.Tensor:
+        found = self.model(input_ids=self.input_ids, exit_pass=ExitPass(step, total_steps=100))
+        loss: torch.Tensor = found[0]
+        return loss
+
     def _timed(self, loss: Callable[[], torch.Tensor]) -> float:
         gc.collect()
         start = time.perf_counter()
-        loss().backward()
+        loss().backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
         return time.perf_counter() - start
@@ -286,14 +284,14 @@ def vocabularies(size: Size, rounds: int) -> Mapping[str, dict[str, float]]:
     return found
 
 
-MEASURES = {
+MEASURES: dict[str, tuple[Callable[[Size, int], Any], Size]] = {
     "objectives": (objectives, Size(TWELVE, 1024, 32_000, rows=1, tokens=512)),
     "checkpointing": (
-        functools.partial(objectives, cases=CHECKPOINTED),
+        partial(objectives, cases=CHECKPOINTED),
         Size(TWELVE, 256, 8_000, rows=8, tokens=512),
     ),
     "distillation": (
-        functools.partial(objectives, cases=WITH_TEACHER),
+        partial(objectives, cases=WITH_TEACHER),
         Size(30, 576, 49_152, rows=2, tokens=512, inner=1536, key_heads=3, tied=True),
     ),
     "vocabulary": (vocabularies, Size(4, 256, 0, rows=8, tokens=128)),

@@ -156,7 +156,7 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "headless-batches": _heads_taught,
     "headless-encoders": lambda: numbers_table(
-        "headless-encoders", [("accuracy on SST-2, %", lambda run: 100 * run["accuracy"], ".1f")]
+        "headless-encoders", [("accuracy on SST-2, %", at("accuracy", scale=100), ".1f")]
     ),
     "cost-vocabulary": _vocabularies,
     "combined-steps": lambda: along_table("combined", DEEPEST, OF_EXITS, "steps"),

@@ -66,14 +66,14 @@ def at_depth(group: str, key: str, depth: int) -> Of:
     return lambda run: float(run[group][str(depth)][key])
 
 
-def at(*keys: str) -> Of:
-    """A number at a place in what was measured."""
+def at(*keys: str, scale: float = 1.0) -> Of:
+    """A number at a place in what was measured, times `scale`."""
 
     def found(run: Measured) -> float:
         value: Any = run
         for key in keys:
             value = value[key]
-        return float(value)
+        return scale * float(value)
 
     return found
 
@@ -103,10 +103,10 @@ def by_depth_table(study: str, group: str, key: str, depths: Sequence[int], form
 
 def exits_table(study: str, thresholds: Sequence[str], only: Sequence[str] = ()) -> str:
     """Accuracy and depth speedup at some thresholds, and the full model's accuracy."""
-    columns: list[Column] = [("full, %", lambda run: 100 * run["full_accuracy"], ".1f")]
+    columns: list[Column] = [("full, %", at("full_accuracy", scale=100), ".1f")]
     for one in thresholds:
         columns += [
-            (f"τ {one}: %", lambda run, one=one: 100 * run["exits"][one]["accuracy"], ".1f"),
+            (f"τ {one}: %", at("exits", one, "accuracy", scale=100), ".1f"),
             (f"τ {one}: depth speedup", at("exits", one, "depth_speedup"), ".2f"),
         ]
     return numbers_table(study, columns, only)
