@@ -251,12 +251,17 @@ class Engines:
 
     def _switch_to(self, setting: Setting) -> Any:
         llm = self._engine(setting)
-        if self._last is not None and self._last is not llm and not runs_on_v2():
+        if self._last is not None and self._last is not llm and _has_worker_process(llm):
             time.sleep(SETTLE_SECONDS)
         self._last = llm
         if llm in (self._exits, self._drafting):
             check_requests_by(llm)  # both run in this process
         return llm.llm_engine
+
+
+def _has_worker_process(llm: Any) -> bool:
+    parallel = llm.llm_engine.vllm_config.parallel_config
+    return bool(parallel.distributed_executor_backend == "mp")
 
 
 def engine_names(job: BenchJob) -> tuple[str, ...]:

@@ -24,6 +24,11 @@ EXPERIMENTAL = (
 )
 DIED = (" died ", "See root cause above")
 """In vLLM's words: one of several processes did, and has written why (`vllm/v1/utils.py`)."""
+IN_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""The executor that runs a worker in its engine's process; vLLM's name for it, "uni", it changes
+on a CPU (`vllm/platforms/cpu.py`)."""
+FEW_CPUS = 4
+RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's switch between its model runners."""
 
@@ -161,6 +166,25 @@ def prepare_environment() -> None:
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 
 
+def executor_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM engine arguments that run a lone worker in its engine's process on a few CPU cores.
+
+    vLLM would keep one core from the worker, for an engine that waits without sleeping. On many
+    cores that is little, and vLLM binds threads to them. So it is where the user has `given` an
+    executor, ranks, or, in the environment, cores.
+    """
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import available_cpu_count
+
+    chosen = given.get("distributed_executor_backend") is not None
+    chosen |= max(given.get(name) or 1 for name in RANKS) > 1
+    chosen |= "VLLM_CPU_NUM_OF_RESERVED_CPU" in os.environ
+    chosen |= os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") not in ("auto", "nobind")
+    if chosen or not current_platform.is_cpu() or available_cpu_count() > FEW_CPUS:
+        return {}
+    return {"distributed_executor_backend": IN_ENGINE}
+
+
 def runs_on_v2() -> bool:
     """Whether vLLM runs its runner V2: on GPUs, unless its switch says otherwise."""
     from vllm.platforms import current_platform
@@ -227,7 +251,7 @@ def start_engine(
     arguments = suit_runner(arguments, model_dir, revision)
     from vllm import LLM
 
-    engine = LLM(model=str(model_dir), **laid_over(arguments, llm))
+    engine = LLM(model=str(model_dir), **executor_options(llm), **laid_over(arguments, llm))
     check_requests_by(engine)
     engine.collective_rpc("exit_attach")
     return engine
@@ -264,10 +288,11 @@ def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, A
 
 
 def start_plain_engine(model_dir: Path | str, **llm: Any) -> Any:
-    """Starts an in-process `vllm.LLM` without anything of ours: the baseline of comparisons."""
+    """Starts an in-process `vllm.LLM` with nothing of ours but `executor_options`, as comparisons
+    need it: their baseline has the same cores."""
     from vllm import LLM
 
-    return LLM(model=str(model_dir), **llm)
+    return LLM(model=str(model_dir), **executor_options(llm), **llm)
 
 
 def greedy_params(max_tokens: int, fields: Mapping[str, Any] | None = None) -> Any:

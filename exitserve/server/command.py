@@ -21,6 +21,7 @@ from exitserve.engine.launch import (
     DIED,
     check_rules,
     engine_options,
+    executor_options,
     prepare_environment,
     suit_runner,
 )
@@ -299,6 +300,8 @@ def add_engine_options(vllm_args: Any, ours: dict[str, Any]) -> None:
     Raises:
         ExitServeError: the user set an option that exitserve sets.
     """
+    for name, value in executor_options(vars(vllm_args)).items():
+        setattr(vllm_args, name, value)
     for name in ("worker_extension_cls", "scheduler_cls", "worker_cls"):
         if name not in ours:
             continue

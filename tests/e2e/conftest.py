@@ -14,6 +14,7 @@ from openai import OpenAI
 
 from exitserve.checkpoint.block import MultiExit, write_multi_exit
 from exitserve.checkpoint.calibration import OperatingPoint
+from exitserve.engine.launch import IN_ENGINE
 
 from ..forks import ForkedServer, LocalServer, PythonProcess, free_port, is_healthy, stop
 from ..scripts import ROOT, script
@@ -23,11 +24,6 @@ NAME = "exit-py"
 KEY = "none"
 """The API key that our clients send; one server asks for it."""
 OPTIONS = ("--dtype", "float32", "--enforce-eager", "--served-model-name", NAME)
-# The worker in the engine's own process, which spares the start of one more. On CPUs vLLM 0.32
-# takes the option only with the variable, which is of no effect on a server otherwise
-# (`vllm/platforms/cpu.py`).
-UNI = ("--distributed-executor-backend", "uni")
-WITH_UNI = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 Serve = Callable[..., AbstractContextManager[LocalServer]]
 
@@ -42,11 +38,9 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
     @contextmanager
     def serve(model: Path, *options: object, ranks: int = 1) -> Iterator[LocalServer]:
         log = tmp_path_factory.mktemp("server") / "server.log"
-        own = UNI if ranks == 1 else ("--tensor-parallel-size", str(ranks))
+        own = () if ranks == 1 else ("--tensor-parallel-size", str(ranks))
         server = ForkedServer(model, *OPTIONS, *own, *map(str, options), log=log)
         with pytest.MonkeyPatch.context() as environment:
-            for name, value in WITH_UNI.items() if ranks == 1 else ():
-                environment.setenv(name, value)
             if ranks > 1:
                 environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, range(ranks))))
             server.start()
@@ -76,9 +70,10 @@ def plain_client(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     port = free_port()
     log = tmp_path_factory.mktemp("plain") / "server.log"
     arguments = ["--model", str(bundled), "--host", "127.0.0.1", "--port", str(port)]
-    environment = {k: v for k, v in os.environ.items() if k != "VLLM_PLUGINS"} | WITH_UNI
+    arguments += ["--distributed-executor-backend", IN_ENGINE]
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_PLUGINS"}
     process = PythonProcess(
-        "vllm.entrypoints.openai.api_server", [*arguments, *OPTIONS, *UNI], log, environment
+        "vllm.entrypoints.openai.api_server", [*arguments, *OPTIONS], log, environment
     )
     url = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + 300

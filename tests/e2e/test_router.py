@@ -24,7 +24,7 @@ import pytest
 
 from ..forks import LocalServer, free_port
 from ..soak.holdings import metrics
-from .conftest import NAME, WITH_UNI, Serve
+from .conftest import NAME, Serve
 
 pytestmark = pytest.mark.nightly
 
@@ -247,11 +247,9 @@ def counted_depths(server: LocalServer) -> Counter[str]:
 
 
 def test_a_replica_that_dies_is_started_again_and_all_is_counted_once(
-    router: Router, server: LocalServer, second: LocalServer, monkeypatch: pytest.MonkeyPatch
+    router: Router, server: LocalServer, second: LocalServer
 ) -> None:
     """Clients ask all the while, and lose nothing but what the replica had when it died."""
-    for name, value in WITH_UNI.items():
-        monkeypatch.setenv(name, value)
     before, clients = counted_depths(server), 4
     crowd = Crowd(router, clients)
 

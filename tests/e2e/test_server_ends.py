@@ -22,7 +22,7 @@ from ..forks import ForkedServer, LocalServer
 from .engines import started_by
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's /proc")
-# A worker of its own can die alone. (On CPUs, vLLM gives it one in any case.)
+# A worker of its own can die alone.
 OPTIONS = ("--dtype", "float32", "--enforce-eager", "--served-model-name", "m")
 OPTIONS += ("--distributed-executor-backend", "mp", "--shutdown-timeout", "300")
 SOON = 30.0

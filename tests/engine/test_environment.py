@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from exitserve.engine.launch import (
     engine_options,
+    executor_options,
     laid_over,
     prepare_environment,
     stop_engine,
@@ -50,6 +52,27 @@ def test_a_gpu_is_told_to_be_experimental(monkeypatch, capsys, make_checkpoint) 
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
     suit_runner(options, model)
     assert "experimental" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("cpus", "given", "bound", "ours"),
+    [
+        (2, {}, None, True),
+        (4, {"tensor_parallel_size": 1, "data_parallel_size": None}, "nobind", True),
+        (5, {}, None, False),
+        (2, {"tensor_parallel_size": 2}, None, False),
+        (2, {"distributed_executor_backend": "mp"}, None, False),
+        (2, {}, "0", False),
+    ],
+)
+def test_a_lone_worker_of_few_cpus_runs_in_its_engine(
+    monkeypatch, cpus: int, given: dict[str, Any], bound: str | None, ours: bool
+) -> None:
+    monkeypatch.setattr("vllm.utils.torch_utils.available_cpu_count", lambda: cpus)
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    if bound is not None:
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", bound)
+    assert bool(executor_options(given)) == ours
 
 
 def test_arguments_of_a_user_are_joined_with_ours() -> None:
