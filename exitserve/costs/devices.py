@@ -97,6 +97,8 @@ CPU_ROW_SHARE = 0.06
 """What a further row costs, as a share of the first. In bfloat16 on two cores, steps of one and of
 eight rows took 21 and 36 ms with 300M parameters; of one, eight and 32 rows 33, 38 and 84 ms with
 135M."""
+AMX_ROW_SHARE = 0.02
+"""The same in bfloat16 where the CPU has matrix units: there, 26, 28 and 41 ms with 135M."""
 CPU_LAYER_SECONDS, CPU_CHECK_SECONDS = 0.1e-3, 0.8e-3
 """A layer's without reading weights, and what the host does about a check or a draft. On two cores,
 a model of 24 layers and 36 MB takes 5.5 ms, and a draft of its first six 1.9; one of 30 layers and
@@ -123,7 +125,7 @@ def device_called(name: str) -> str | None:
     return next((key for key, one in DEVICES.items() if called in (key, *one.called)), None)
 
 
-def cpu_costs(shape: DecoderShape, largest: int) -> StepCosts:
+def cpu_costs(shape: DecoderShape, largest: int, row_share: float = CPU_ROW_SHARE) -> StepCosts:
     """What the parts of a step cost on a CPU, for up to `largest` rows."""
 
     def line(first: float, each: float) -> Curve:
@@ -131,7 +133,7 @@ def cpu_costs(shape: DecoderShape, largest: int) -> StepCosts:
 
     def product(weights: int, least: float = 0.0) -> Curve:
         first = weights / CPU_BANDWIDTH
-        return line(least + first, CPU_ROW_SHARE * first)
+        return line(least + first, row_share * first)
 
     head = product(shape.head_bytes)
     return StepCosts(
@@ -144,6 +146,13 @@ def cpu_costs(shape: DecoderShape, largest: int) -> StepCosts:
         rest=line(*ENGINE_SECONDS),
         exits=line(0.0, 0.0),
     )
+
+
+def row_share_here() -> float:
+    """Of this CPU."""
+    import torch
+
+    return AMX_ROW_SHARE if torch.cpu.get_capabilities().get("amx_bf16") else CPU_ROW_SHARE
 
 
 def roofline(shape: DecoderShape, device: Device, context: int, largest: int) -> StepCosts:

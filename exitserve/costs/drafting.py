@@ -29,7 +29,7 @@ from typing import Any
 
 from exitserve.costs.byte_costs import serving_dtype, shape_of
 from exitserve.costs.curves import StepCosts
-from exitserve.costs.devices import cpu_costs, device_called
+from exitserve.costs.devices import cpu_costs, device_called, row_share_here
 from exitserve.costs.sources import MOST_TOKENS, step_costs
 from exitserve.errors import ExitServeError
 
@@ -281,7 +281,8 @@ def drafts_here(
     with suppress(ExitServeError):  # of a shape that is not planned, as a mixture of experts
         if gpu is None:
             largest = MOST_ROWS * (way.drafts + 1)
-            costs = cpu_costs(shape_of(config, serving_dtype(config, None)), largest)
+            shape = shape_of(config, serving_dtype(config, None))
+            costs = cpu_costs(shape, largest, row_share_here())
         elif device is not None:
             options: Any = {"dtype": "bfloat16", "batch_sizes": (MOST_ROWS,)}
             costs = step_costs(config, device=device, **options).costs
