@@ -98,7 +98,7 @@ CPU_ROW_SHARE = 0.06
 eight rows took 21 and 36 ms with 300M parameters; of one, eight and 32 rows 33, 38 and 84 ms with
 135M."""
 AMX_ROW_SHARE = 0.02
-"""The same in bfloat16 where the CPU has matrix units: there, 26, 28 and 41 ms with 135M."""
+"""The same in bfloat16 where the CPU has matrix units: there, 25, 28 and 41 ms with 135M."""
 CPU_LAYER_SECONDS, CPU_CHECK_SECONDS = 0.1e-3, 0.8e-3
 """A layer's without reading weights, and what the host does about a check or a draft. On two cores,
 a model of 24 layers and 36 MB takes 5.5 ms, and a draft of its first six 1.9; one of 30 layers and

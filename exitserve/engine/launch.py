@@ -169,9 +169,9 @@ def prepare_environment() -> None:
 def executor_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM engine arguments that run a lone worker in its engine's process on a few CPU cores.
 
-    vLLM would keep one core from the worker, for an engine that waits without sleeping. On many
-    cores that is little, and vLLM binds threads to them. So it is where the user has `given` an
-    executor, ranks, or, in the environment, cores.
+    vLLM would keep one core from the worker, for an engine that waits without sleeping. Of many
+    cores that is a small share, and vLLM binds threads to them, so there its choice stands; also
+    where the user has `given` an executor or ranks, or named cores in the environment.
     """
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import available_cpu_count
@@ -251,7 +251,7 @@ def start_engine(
     arguments = suit_runner(arguments, model_dir, revision)
     from vllm import LLM
 
-    engine = LLM(model=str(model_dir), **executor_options(llm), **laid_over(arguments, llm))
+    engine = LLM(model=str(model_dir), **laid_over(arguments | executor_options(llm), llm))
     check_requests_by(engine)
     engine.collective_rpc("exit_attach")
     return engine
@@ -292,7 +292,7 @@ def start_plain_engine(model_dir: Path | str, **llm: Any) -> Any:
     need it: their baseline has the same cores."""
     from vllm import LLM
 
-    return LLM(model=str(model_dir), **executor_options(llm), **llm)
+    return LLM(model=str(model_dir), **(executor_options(llm) | llm))
 
 
 def greedy_params(max_tokens: int, fields: Mapping[str, Any] | None = None) -> Any:
