@@ -28,6 +28,7 @@ IN_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The executor that runs a worker in its engine's process; vLLM's name for it, "uni", it changes
 on a CPU (`vllm/platforms/cpu.py`)."""
 FEW_CPUS = 4
+"""Two were measured."""
 RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's switch between its model runners."""
