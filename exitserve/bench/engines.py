@@ -28,7 +28,6 @@ from exitserve.bench.settings import BenchJob
 from exitserve.engine.hooks.plugin import register
 from exitserve.engine.launch import (
     check_requests_by,
-    greedy_params,
     prepare_environment,
     runs_on_v2,
     start_engine,
@@ -257,6 +256,18 @@ class Engines:
         if llm in (self._exits, self._drafting):
             check_requests_by(llm)  # both run in this process
         return llm.llm_engine
+
+
+def greedy_params(max_tokens: int, fields: Mapping[str, Any] | None = None) -> Any:
+    """`vllm.SamplingParams` for exactly `max_tokens` greedy tokens, with per-request fields."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0,
+        ignore_eos=True,
+        extra_args=dict(fields) if fields else None,
+    )
 
 
 def _has_worker_process(llm: Any) -> bool:

@@ -233,9 +233,8 @@ def notes_on(cases: Iterable[Mapping[str, Any]]) -> list[str]:
             unsteady.append(f"{where} ({wall['min']:.2f} to {wall['max']:.2f})")
         elif case["mode"] == "off" and wall["max"] < 1.0 - NOISE:
             notes.append(
-                f"{where}: wall speedup {wall['median']:.2f} for the same work. Either exitserve "
-                f"has overhead, or the memory of its processes is placed less well than plain "
-                f"vLLM's in this run; run again, and compare the other settings with this one."
+                f"{where}: wall speedup {wall['median']:.2f} for the same work: exitserve has "
+                f"overhead there. Compare the other settings with this one."
             )
     if shared:
         notes.append(

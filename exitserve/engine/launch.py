@@ -296,18 +296,6 @@ def start_plain_engine(model_dir: Path | str, **llm: Any) -> Any:
     return LLM(model=str(model_dir), **(executor_options(llm) | llm))
 
 
-def greedy_params(max_tokens: int, fields: Mapping[str, Any] | None = None) -> Any:
-    """`vllm.SamplingParams` for exactly `max_tokens` greedy tokens, with per-request fields."""
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=0.0,
-        ignore_eos=True,
-        extra_args=dict(fields) if fields else None,
-    )
-
-
 def take_traces(engine: Any, key: str) -> dict[str, list[int]]:
     """Depth per generated token of the requests traced under `key`, by request id."""
     traces = engine.collective_rpc("exit_take_traces", args=(key,))[0]

@@ -42,6 +42,9 @@ def class_name(location: str) -> str:
 
 def register() -> None:
     """Registers the model classes; vLLM calls this in each of its processes."""
+    from exitserve.engine.compat.processes import make_room
+
+    make_room()
     for location in architectures().values():
         register_model(location)
     _log_as_vllm_does()

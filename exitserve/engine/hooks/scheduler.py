@@ -11,7 +11,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-from exitserve.engine.compat.parents import end_core_with_parent
+from exitserve.engine.compat.processes import end_core_with_parent
 from exitserve.engine.options import drafts_from, rules_from
 from exitserve.engine.request import policy_of
 from exitserve.policy import ExitPolicy
