@@ -16,9 +16,9 @@ ROOM = 1 << 16
 def make_room() -> None:
     """Gives the frames above a core's or a worker's loop room in one chunk of CPython's stack.
 
-    A chunk has 16 KiB. A call beyond its end maps memory, and its return unmaps it (push_chunk in
-    `Python/pystate.c`). Where all layers make such calls, passes of a small model take up to
-    a third longer. A frame that needs much gets a larger chunk.
+    A chunk has 16 KiB. A call beyond its end maps memory, and its return unmaps it, in Pythons
+    before March 2026 (gh-142183). Where all layers make such calls, passes of a small model take
+    up to a third longer. A frame that needs much gets a larger chunk.
     """
     for loop in (EngineCoreProc.run_busy_loop, WorkerProc.worker_busy_loop):
         loop.__code__ = loop.__code__.replace(co_stacksize=ROOM)
