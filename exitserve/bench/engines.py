@@ -28,12 +28,12 @@ from exitserve.bench.settings import BenchJob
 from exitserve.engine.hooks.plugin import register
 from exitserve.engine.launch import (
     check_requests_by,
+    greedy_params,
     prepare_environment,
     runs_on_v2,
     start_engine,
     start_plain_engine,
     stop_engine,
-    take_traces,
 )
 from exitserve.engine.options import gpu
 from exitserve.errors import ExitServeError
@@ -258,16 +258,13 @@ class Engines:
         return llm.llm_engine
 
 
-def greedy_params(max_tokens: int, fields: Mapping[str, Any] | None = None) -> Any:
-    """`vllm.SamplingParams` for exactly `max_tokens` greedy tokens, with per-request fields."""
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=0.0,
-        ignore_eos=True,
-        extra_args=dict(fields) if fields else None,
-    )
+def take_traces(engine: Any, key: str) -> dict[str, list[int]]:
+    """Depth per generated token of the requests traced under `key`, by request id."""
+    traces = engine.collective_rpc("exit_take_traces", args=(key,))[0]
+    return {
+        request_id: [traced[index][0] for index in sorted(traced)]
+        for request_id, traced in traces.items()
+    }
 
 
 def _has_worker_process(llm: Any) -> bool:

@@ -244,7 +244,7 @@ def start_engine(
 
     Returns:
         The `vllm.LLM`. Per-request fields go into `SamplingParams.extra_args`; `exit_trace` is
-        a list of strings there, keys for `take_traces`.
+        a list of strings there, keys for `ExitWorkerExtension.exit_take_traces`.
     """
     revision = llm.get("revision")
     arguments = engine_options(model_dir, exits or {}, revision)
@@ -296,10 +296,10 @@ def start_plain_engine(model_dir: Path | str, **llm: Any) -> Any:
     return LLM(model=str(model_dir), **(executor_options(llm) | llm))
 
 
-def take_traces(engine: Any, key: str) -> dict[str, list[int]]:
-    """Depth per generated token of the requests traced under `key`, by request id."""
-    traces = engine.collective_rpc("exit_take_traces", args=(key,))[0]
-    return {
-        request_id: [traced[index][0] for index in sorted(traced)]
-        for request_id, traced in traces.items()
-    }
+def greedy_params(max_tokens: int, fields: Mapping[str, Any] | None = None) -> Any:
+    """`vllm.SamplingParams` for exactly `max_tokens` greedy tokens, with per-request fields."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, extra_args=dict(fields or {})
+    )

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from exitserve.bench.engines import greedy_params
 from exitserve.bench.forced import start_forced_engine
-from exitserve.engine.launch import start_plain_engine
+from exitserve.engine.launch import greedy_params, start_plain_engine
 from exitserve.errors import ExitServeError
 
 OPTIONS: dict[str, Any] = {

@@ -67,7 +67,7 @@ class Harness:
 
     def run(self, jobs: Sequence[Job], *, every: int = 0) -> list[Outcome]:
         """Runs all jobs in one batch; with `every`, one more arrives after that many steps."""
-        from exitserve.engine.launch import take_traces
+        from exitserve.bench.engines import take_traces
 
         core, waiting, names, done, steps = self.engine.llm_engine, list(jobs), [], {}, 0
         while waiting or core.has_unfinished_requests():

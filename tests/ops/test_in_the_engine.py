@@ -43,7 +43,7 @@ def test_it_is_the_oracle(
 ) -> None:
     from vllm import SamplingParams
 
-    from exitserve.engine.launch import take_traces
+    from exitserve.bench.engines import take_traces
 
     params = [
         SamplingParams(

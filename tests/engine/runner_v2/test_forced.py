@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from exitserve.bench.engines import greedy_params
 from exitserve.bench.forced import start_forced_engine
+from exitserve.engine.launch import greedy_params
 
 from ...bench.test_forced import OPTIONS
 
