@@ -291,7 +291,7 @@ def gpu_share(job: BenchJob) -> float | None:
 
 
 def prepare(job: BenchJob) -> None:
-    """Sets the environment of all engines: ours has a plugin that only registers classes.
+    """Sets the environment of all engines, plain vLLM's too: our plugin registers classes.
 
     Raises:
         ExitServeError: see `check_forced`.

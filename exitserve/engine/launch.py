@@ -289,8 +289,8 @@ def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, A
 
 
 def start_plain_engine(model_dir: Path | str, **llm: Any) -> Any:
-    """Starts an in-process `vllm.LLM` with nothing of ours but `executor_options`, as comparisons
-    need it: their baseline has the same cores."""
+    """Starts an in-process `vllm.LLM` with nothing of ours but `executor_options` and plugin, as
+    comparisons need it: their baseline has the same cores, and as much room for frames."""
     from vllm import LLM
 
     return LLM(model=str(model_dir), **(executor_options(llm) | llm))

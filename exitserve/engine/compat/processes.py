@@ -16,8 +16,8 @@ ROOM = 1 << 16
 def make_room() -> None:
     """Gives the frames above a core's or a worker's loop room in one chunk of CPython's stack.
 
-    A chunk has 16 KiB. A call beyond its end maps memory, and its return unmaps it, in Pythons
-    before March 2026 (gh-142183). Where all layers make such calls, passes of a small model take
+    A chunk has 16 KiB. In Python 3.11, 3.12 and early 3.13 a call beyond its end maps memory, and
+    its return unmaps it (gh-142183). Where all layers make such calls, passes of a small model take
     up to a third longer. A frame that needs much gets a larger chunk.
     """
     for loop in (EngineCoreProc.run_busy_loop, WorkerProc.worker_busy_loop):
