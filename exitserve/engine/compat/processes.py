@@ -18,7 +18,7 @@ def make_room() -> None:
 
     A chunk has 16 KiB. In Python 3.11, 3.12 and early 3.13 a call beyond its end maps memory, and
     its return unmaps it (gh-142183). Where all layers make such calls, passes of a small model take
-    up to a third longer. A frame that needs much gets a larger chunk.
+    up to 44 % longer. A frame that needs much gets a larger chunk.
     """
     for loop in (EngineCoreProc.run_busy_loop, WorkerProc.worker_busy_loop):
         loop.__code__ = loop.__code__.replace(co_stacksize=ROOM)
